@@ -1,0 +1,1 @@
+"""Renderers, datasets, training loops, environments, evaluators, logging and resume. Runs on the user's machine."""

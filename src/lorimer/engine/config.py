@@ -1,0 +1,39 @@
+"""The settings of one engine process; it is sent to the worker as its first message. Does not import torch."""
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str = "lorimer/tiny"
+    """A local directory, a .gguf file, an alias or a hub id."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """Of the frozen base; adapters, gradients and optimisers are always float32."""
+    num_threads: int = 0
+    """CPU threads; 0 takes all cores this process may use."""
+    memory_bytes: int = 0
+    """What the engine may use on its device besides the base weights; 0 takes 70 % of what is free at start."""
+    max_context: int = 0
+    """Longest sequence; 0 takes the model's own limit."""
+    token_budget: int = 0
+    """Most tokens of one packed training pass; 0 finds it from memory."""
+    max_sampling_rows: int = 256
+    """Most sequences decoded in one step."""
+    cache_directory: str = ""
+    """Where converted and downloaded models are kept; empty takes the user's cache directory."""
+    seed: int | None = None
+    """Makes runs and samples without a seed of their own repeatable; for tests."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "memory_bytes", "max_context", "token_budget"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; a number of at least 0 is accepted")
+        if self.max_sampling_rows < 1:
+            raise ValueError(f"max_sampling_rows is {self.max_sampling_rows!r}; at least 1 is accepted")
+        if not self.model:
+            raise ValueError("model is empty; name a directory, a .gguf file, an alias or a hub id")

@@ -1,0 +1,51 @@
+"""Whole messages over a socket: eight bytes of length, then the message. Used at both ends of an engine process.
+
+Does not import torch.
+"""
+
+import select
+import socket
+import threading
+
+_LENGTH_BYTES = 8
+
+
+class Connection:
+    """One end. Sending is safe from any thread; receiving belongs to one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def receive(self) -> bytearray | None:
+        """The next message, waiting for it; ``None`` when the other end is gone."""
+        header = self._read(_LENGTH_BYTES)
+        return None if header is None else self._read(int.from_bytes(header, "little"))
+
+    def has_message(self) -> bool:
+        """Whether ``receive`` would find something, or the end, at once."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def _read(self, size: int) -> bytearray | None:
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
+            try:
+                count = self._socket.recv_into(view[filled:])
+            except (ConnectionResetError, OSError):
+                return None
+            if count == 0:
+                return None
+            filled += count
+        return data
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()

@@ -1,0 +1,208 @@
+"""One base model with its runs and samplers: what each command does, without processes or messages over sockets.
+
+The worker (``worker.py``) decides when; tests, the demo and the benchmark use it directly. A command either does all
+it says or raises and leaves everything as it was.
+"""
+
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from lorimer.engine import checkpoints, optim
+from lorimer.engine.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.custom_loss import CustomLoss
+from lorimer.engine.device import open_device, used_bytes
+from lorimer.engine.memory import find_token_budget
+from lorimer.engine.messages import (
+    CreateRun,
+    DropRun,
+    DropSampler,
+    ForwardBackward,
+    LoadSampler,
+    LoadState,
+    ModelInfo,
+    OptimStep,
+    PublishSampler,
+    RegisterLoss,
+    SampleRequest,
+    SaveState,
+    StateResult,
+    Status,
+    StepResult,
+    TrainResult,
+)
+from lorimer.engine.model import eos_token_ids, load_model, load_tokenizer
+from lorimer.engine.sampling import Sampler
+from lorimer.engine.sources import resolve
+from lorimer.engine.training import Trainer, Work
+from lorimer.engine.validation import check_operation, check_sample
+from lorimer.errors import InvalidInput, LorimerError, NotFound
+
+Progress = Callable[[str, float | None], None]
+
+_TRAINING_SHARE, _SAMPLING_SHARE = 0.6, 0.3
+"""Of the memory besides the base weights; the rest is for adapters and their optimisers."""
+
+
+class Engine:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        report = progress or (lambda stage, fraction: None)
+        cache = Path(config.cache_directory) if config.cache_directory else None
+        source = resolve(config.model, cache_directory=cache, progress=report)
+        report("choosing device and precision", None)
+        device = open_device(config)
+        report(f"loading {source.name}", None)
+        self.model = load_model(source.directory, device, source.name)
+        if config.max_context > self.model.max_context:
+            raise InvalidInput(f"max_context {config.max_context} is more than the model's {self.model.max_context}")
+        self.model.max_context = config.max_context or self.model.max_context
+        self.tokenizer = load_tokenizer(source.directory)
+        self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
+        memory = device.memory_bytes
+        budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
+        self.trainer = Trainer(self.model, budget)
+        new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
+        self.sampler = Sampler(
+            self.model, self.tokenizer, self._eos, int(_SAMPLING_SHARE * memory), config.max_sampling_rows, new_seed
+        )
+        self._new_seed = new_seed
+        self._runs: dict[str, Adapter] = {}
+        self._samplers: dict[str, FrozenAdapter] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        model = self.model
+        return ModelInfo(
+            model_name=model.name,
+            directory=model.directory,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_context=model.max_context,
+            num_parameters=model.num_parameters,
+            dtype=str(model.device.dtype).removeprefix("torch."),
+            device=model.device.type,
+            token_budget=self.trainer.token_budget,
+            eos_token_ids=self._eos,
+            target_modules=sorted({t.name.rpartition(".")[2] for t in model.targets}),
+        )
+
+    # ── training ──────────────────────────────────────────────────────────────────────────────────────
+
+    def create_run(self, command: CreateRun) -> StateResult:
+        if command.model_id in self._runs:
+            raise InvalidInput(f"run {command.model_id!r} exists already")
+        optim.check_optimizer(command.optimizer)
+        self._runs[command.model_id] = create_adapter(
+            self.model.targets, command.lora, command.optimizer, self.model.device.torch
+        )
+        return StateResult()
+
+    def train(self, operations: list[ForwardBackward], between_passes: Callable[[], None] | None = None) -> list[
+        TrainResult | Exception
+    ]:
+        """Compute operations together; those that are refused or fail do so alone."""
+        outcomes: list[TrainResult | Exception | None] = [None] * len(operations)
+        batch: list[tuple[int, Work]] = []
+        for i, operation in enumerate(operations):
+            try:
+                checked = check_operation(
+                    operation,
+                    vocab_size=self.model.vocab_size,
+                    max_context=self.model.max_context,
+                    custom_losses=self.trainer.custom_losses,
+                )
+                batch.append((i, Work(checked, self._run(operation.model_id))))
+            except LorimerError as error:
+                outcomes[i] = error
+        results = self.trainer.run([work for _, work in batch], between_passes) if batch else []
+        for (i, _), result in zip(batch, results, strict=True):
+            outcomes[i] = result
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def optim_step(self, command: OptimStep) -> StepResult:
+        return StepResult(metrics=optim.apply(self._run(command.model_id), command.params))
+
+    def register_loss(self, command: RegisterLoss) -> StateResult:
+        self.trainer.custom_losses[command.loss_id] = CustomLoss.parse(command.inputs, command.graph)
+        return StateResult()
+
+    def save_state(self, command: SaveState) -> StateResult:
+        run = self._run(command.model_id)
+        size = checkpoints.save(
+            run,
+            self.model.targets,
+            Path(command.directory),
+            base_model=self.model.name,
+            weights_only=command.weights_only,
+        )
+        return StateResult(size_bytes=size, step=run.step)
+
+    def load_state(self, command: LoadState) -> StateResult:
+        run = self._run(command.model_id)
+        checkpoints.load(run, self.model.targets, Path(command.directory), optimizer=command.optimizer)
+        return StateResult(step=run.step)
+
+    def drop_run(self, command: DropRun) -> StateResult:
+        self._run(command.model_id)
+        del self._runs[command.model_id]
+        return StateResult()
+
+    def _run(self, model_id: str) -> Adapter:
+        if model_id not in self._runs:
+            raise NotFound(f"there is no run {model_id!r}")
+        return self._runs[model_id]
+
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────────
+
+    def publish_sampler(self, command: PublishSampler) -> StateResult:
+        self._refuse_known_sampler(command.sampler_id)
+        run = self._run(command.model_id)
+        self._samplers[command.sampler_id] = snapshot(run)
+        return StateResult(step=run.step)
+
+    def load_sampler(self, command: LoadSampler) -> StateResult:
+        self._refuse_known_sampler(command.sampler_id)
+        directory = Path(command.directory)
+        config = checkpoints.read_config(directory)
+        weights = checkpoints.load_weights(directory, self.model.targets, config)
+        on = self.model.device.torch
+        self._samplers[command.sampler_id] = FrozenAdapter(
+            {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}, config.rank, 32 / config.rank
+        )
+        return StateResult()
+
+    def drop_sampler(self, command: DropSampler) -> StateResult:
+        self._find_sampler(command.sampler_id)
+        del self._samplers[command.sampler_id]
+        return StateResult()
+
+    def add_sample(self, request: SampleRequest) -> None:
+        """Take a request; ``sampler.step`` will answer it."""
+        check_sample(request, vocab_size=self.model.vocab_size, max_context=self.model.max_context)
+        adapter = None if request.sampler_id is None else self._find_sampler(request.sampler_id)
+        self.sampler.add(request, adapter)
+
+    def _find_sampler(self, sampler_id: str) -> FrozenAdapter:
+        if sampler_id not in self._samplers:
+            raise NotFound(f"there is no sampler {sampler_id!r}")
+        return self._samplers[sampler_id]
+
+    def _refuse_known_sampler(self, sampler_id: str) -> None:
+        # A name never changes its weights: cached prompts are keyed by it.
+        if not sampler_id or sampler_id in self._samplers:
+            raise InvalidInput(f"sampler id {sampler_id!r} is taken or empty; samplers are never replaced")
+
+    def status(self) -> Status:
+        return Status(
+            num_runs=len(self._runs),
+            num_samplers=len(self._samplers),
+            num_sampling=self.sampler.num_running,
+            num_waiting=self.sampler.num_waiting,
+            memory_bytes=used_bytes(self.model.device.torch),
+            train_tokens=self.trainer.num_tokens,
+            sampled_tokens=self.sampler.num_sampled,
+            prefilled_tokens=self.sampler.num_prefilled,
+            cached_tokens=self.sampler.num_cached,
+        )

@@ -1,0 +1,134 @@
+"""Frozen linear layers with the low-rank pairs of many adapters on top.
+
+The base weight never gets a gradient. Each adapter of the pass owns a slice of the token axis; its products are
+plain matrix products on that slice, and its gradients are added, in float32, straight to the buffers the pass
+brings along, so autograd only carries the activations. Experts are in ``experts.py``, the output head in ``head.py``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorimer.engine.batch import AdapterSlice, PassSlot
+from lorimer.engine.lora import LoraTarget
+
+
+class FrozenMatrix:
+    """A frozen weight ``(O, I)``, kept a second time in the layout the CPU likes best for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, most_packed_rows: int) -> None:
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._most_packed_rows = most_packed_rows
+        self._packed = pack(self.weight) if most_packed_rows else None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` for ``x (rows, I)``."""
+        if self._packed is not None and len(x) <= self._most_packed_rows:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def multiply_transposed(self, d_y: Tensor) -> Tensor:
+        return d_y @ self.weight
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight laid out once for oneDNN, which would otherwise do it on each call."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+
+def fastest_packed_rows(weight: Tensor, clock: Callable[[Callable[[], object]], float]) -> int:
+    """Up to how many rows the packed layout is faster here; 0 where it never is or does not exist."""
+    if weight.device.type != "cpu":
+        return 0
+    try:
+        packed = FrozenMatrix(weight, None, 1 << 30)
+    except (RuntimeError, AttributeError):  # a build of torch without oneDNN
+        return 0
+    plain, best = FrozenMatrix(weight, None, 0), 0
+    for rows in (1, 16, 64, 256, 1024):
+        x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+        if clock(lambda x=x: packed.multiply(x)) > clock(lambda x=x: plain.multiply(x)):  # type: ignore[misc]
+            break
+        best = rows
+    return best
+
+
+class FrozenLinear(nn.Module):
+    """Stands where the model had an ``nn.Linear``."""
+
+    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, most_packed_rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.matrix = FrozenMatrix(linear.weight, linear.bias, most_packed_rows)
+        self.targets = targets
+        self.slot = slot
+        # Makes autograd record the layer even where its input has no gradient (the first layer).
+        self._anchor = torch.empty(0, device=linear.weight.device, requires_grad=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models ask their layers for dtype or device."""
+        return self.matrix.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        slices = self.slot.current.slices
+        if torch.is_grad_enabled() and slices:
+            y = _LoraLinear.apply(rows, self._anchor, self, slices)
+        else:
+            y, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+Products = list[tuple[AdapterSlice, LoraTarget, Tensor]]
+
+
+def multiply_with_adapters(
+    x: Tensor, matrix: FrozenMatrix, targets: list[LoraTarget], slices: list[AdapterSlice]
+) -> tuple[Tensor, Products]:
+    """The layer's output, and the inner products ``A @ x`` that its backward pass needs."""
+    y, products = matrix.multiply(x), []
+    for part in slices:
+        for target in targets:
+            pair = part.weights.get(target.name)
+            if pair is not None:
+                a, b = (factor.to(x.dtype) for factor in pair)
+                inner = x[part.start : part.stop] @ a.t()
+                y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
+                products.append((part, target, inner))
+    return y, products
+
+
+def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None) -> None:
+    """Add the adapters' part to ``d_x`` and their own gradients to the buffers of their slices."""
+    for part, target, inner in products:
+        a, b = part.weights[target.name]
+        x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
+        d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
+        if part.grads is not None:
+            d_a, d_b = part.grads[target.name]
+            d_a.addmm_(d_inner.float().t(), x_part.float())
+            d_b.addmm_(d_y_part.float().t(), inner.float(), alpha=part.scale)
+        if d_x is not None:
+            d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: FrozenLinear, slices: list[AdapterSlice]) -> Tensor:
+        y, ctx.products = multiply_with_adapters(x, layer.matrix, layer.targets, slices)
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        d_y = grads[0]
+        d_x = ctx.layer.matrix.multiply_transposed(d_y) if ctx.needs_input_grad[0] else None
+        backpropagate(x, d_y, ctx.products, d_x)
+        return d_x, None, None, None

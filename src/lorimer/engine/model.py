@@ -1,0 +1,277 @@
+"""A frozen base model, opened from a directory and made ready for packed passes with adapters.
+
+transformers provides the architecture and the weights. Here its attention and experts functions are replaced by
+ours through its own interfaces, its linear layers by frozen ones that carry adapters, and the result is compared
+with the untouched model on two short sequences: a model that does not come out the same is refused, with the
+reason. Losses, sampling and the choice of batches are left to others.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from lorimer.engine.attention import group_sequences, packed_attention
+from lorimer.engine.batch import Pass, PassSlot
+from lorimer.engine.device import Device
+from lorimer.engine.experts import packed_experts
+from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows
+from lorimer.engine.lora import LoraTarget, find_targets
+from lorimer.engine.norms import replace_norms
+from lorimer.errors import ModelRefused
+
+IMPLEMENTATION = "lorimer"
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model does to its logits after the head: a factor, then a soft cap."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        if self.factor != 1.0:
+            logits.mul_(self.factor)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def backpropagate_(self, d_logits: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient of the mapped ``logits`` into that of the raw ones."""
+        if self.softcap is not None:
+            d_logits.mul_(1 - (logits / self.softcap).square_())
+        if self.factor != 1.0:
+            d_logits.mul_(self.factor)
+        return d_logits
+
+
+class BaseModel:
+    """The shared base; adapters come with each pass."""
+
+    def __init__(self, model: PreTrainedModel, device: Device, name: str = "", directory: str = "") -> None:
+        self.name, self.directory, self.device = name, directory, device
+        self.config = model.config.get_text_config()
+        self.max_context = _max_context(self.config)
+        self.vocab_size: int = self.config.vocab_size
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.architecture = type(model).__name__
+        _refuse_unpackable(self.config)
+        model.requires_grad_(False).eval().to(device.torch)
+        self.targets: list[LoraTarget] = find_targets(model)
+        self.slot = PassSlot()
+        probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
+        with torch.no_grad():
+            reference = _reference_logits(model, probe, device.torch)
+            self._inject(model)
+            self.logit_map = LogitMap()
+            self._check(probe, reference)
+
+    def _inject(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        packed_rows = fastest_packed_rows(head.weight[:2048], _clock)
+        self.head = FrozenMatrix(head.weight, head.bias, packed_rows)
+        self.head_target = self.targets[-1]
+        by_module: dict[str, list[LoraTarget]] = {}
+        for target in self.targets[:-1]:
+            by_module.setdefault(target.module, []).append(target)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and module is not head and name in by_module:
+                parent, _, leaf = name.rpartition(".")
+                setattr(
+                    model.get_submodule(parent),
+                    leaf,
+                    FrozenLinear(module, by_module[name], self.slot, packed_rows),
+                )
+            elif name in by_module:
+                module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
+                module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
+            # Attention and experts functions get their module; this is how they find the pass.
+            module.lorimer_slot = self.slot  # type: ignore[assignment]
+        _number_attention_layers(model)
+        replace_norms(model)
+        for layer in _decoder_layers(model):
+            layer.forward = _checkpointable(layer.forward, self.slot)  # type: ignore[method-assign]
+        _use_implementation(model, IMPLEMENTATION)
+        self.decoder = model.get_decoder()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
+        """Final hidden states ``(T, H)``, ready for the head."""
+        self.slot.current = current
+        try:
+            output = self.decoder(
+                input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
+            )
+        finally:
+            self.slot.current = Pass([])
+        return output.last_hidden_state[0]
+
+    def embedding_dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    def _check(self, probe: list[Tensor], reference: Tensor) -> None:
+        """Compare a packed pass with the model's own, and learn what it does to its logits."""
+        lengths = [len(p) for p in probe]
+        groups = group_sequences(lengths, [0, lengths[0]], most_waste=0)
+        tokens, positions = torch.cat(probe), torch.cat([torch.arange(n) for n in lengths])
+        on = self.device.torch
+        hidden = self.hidden(tokens.to(on), positions.to(on), Pass([], groups=groups))
+        raw = self.head.multiply(hidden).float()
+        self.logit_map = _find_logit_map(raw, reference, self.config)
+        difference = (self.logit_map.apply_(raw).log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        if not difference <= _TOLERANCE[self.device.dtype]:
+            raise ModelRefused(
+                f"{self.architecture} cannot be packed: two sequences computed together differ from each computed"
+                f" alone by {difference:.3g} in log probability. It uses something besides causal attention over"
+                " positions (a recurrent state, a mask or an attention function of its own)."
+            )
+
+
+def register_implementations() -> None:
+    """Make our attention and experts functions known to transformers; they are used only by models that are given here."""
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
+
+
+def load_model(directory: Path, device: Device, name: str) -> BaseModel:
+    """Open a Hugging Face directory; nothing is fetched and no code in it is run."""
+    register_implementations()
+    transformers.utils.logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelRefused(f"{name!r} is a {config.model_type!r} model; a causal language model is needed")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+    )
+    return BaseModel(model, device, name, str(directory))
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The model's tokenizer, or ``None`` where the directory has none."""
+    if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
+        return None
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a sequence: of the generation configuration, the model's and the tokenizer's."""
+    ids: set[int] = set()
+    generation = directory / "generation_config.json"
+    found = [json.loads(generation.read_text()).get("eos_token_id")] if generation.exists() else []
+    found += [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    for value in found:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(ids)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Packed attention knows the sequences; transformers need not build a mask."""
+
+
+def _use_implementation(model: PreTrainedModel, name: str) -> None:
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        config._attn_implementation_internal = name
+        config._experts_implementation_internal = name
+
+
+def _reference_logits(model: PreTrainedModel, probe: list[Tensor], device: torch.device) -> Tensor:
+    """Logits of each sequence alone, by the model's own eager attention."""
+    _use_implementation(model, "eager")
+    outputs = [model(input_ids=p[None].to(device), use_cache=False).logits[0].float() for p in probe]
+    return torch.cat(outputs)
+
+
+def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        return LogitMap(softcap=float(softcap))
+    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it.
+    factor = ((raw.double() * reference.double()).sum() / raw.double().square().sum()).item()
+    return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
+
+
+def _max_context(config: Any) -> int:
+    """The longest sequence whose positions do not depend on what else is in the batch.
+
+    Long and dynamic rotary scalings switch tables with the longest position of a pass, so those models are served
+    up to the length they were first trained at.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            original = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", limit
+            )
+            limit = min(limit, int(original))
+    return limit
+
+
+def _refuse_unpackable(config: Any) -> None:
+    strange = set(getattr(config, "layer_types", None) or []) - _PACKABLE_LAYERS
+    if strange:
+        raise ModelRefused(
+            f"{config.model_type!r} has layers of type {', '.join(sorted(map(repr, strange)))};"
+            " only full and sliding-window attention can be packed"
+        )
+
+
+def _number_attention_layers(model: PreTrainedModel) -> None:
+    """Give every attention module its place in the key/value cache."""
+    number = 0
+    for module in model.modules():
+        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
+            module.lorimer_layer = number  # type: ignore[assignment]
+            number += 1
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The members of the longest module list of the decoder."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[..., Any]:
+    """The layer's forward, recomputed in the backward pass where the pass asks for it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = slot.current
+        if not (current.is_checkpointed and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+
+        def within_pass(*args: Any, **kwargs: Any) -> Any:
+            before, slot.current = slot.current, current
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                slot.current = before
+
+        return torch.utils.checkpoint.checkpoint(within_pass, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _clock(function: Callable[[], object]) -> float:
+    """Best of a few short timings, in seconds."""
+    import time
+
+    function()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best

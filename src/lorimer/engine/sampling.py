@@ -1,0 +1,397 @@
+"""Continuous batching: sequences of any requests and adapters decode together, new ones join between steps.
+
+A request's prompt is computed once (``Prefill``), in pieces that keep the others waiting only briefly, and shared by
+all its samples and by equal prompts that wait beside it. Its samples then take rows of the slab as there is room.
+When memory runs short the newest sequences give up their rows and are computed again later; nothing fails.
+``step`` does one pass of either kind; ``prompts.py`` scores prompt tokens; ``drawing.py`` chooses tokens.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters import FrozenAdapter
+from lorimer.engine.batch import AdapterSlice, Pass
+from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.head import Head
+from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PrefixStore, PromptCache, Slab
+from lorimer.engine.messages import (
+    Done,
+    Failed,
+    Reply,
+    SampledSequence,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    TopkLogprobs,
+)
+from lorimer.engine.model import BaseModel
+from lorimer.engine.prompts import PromptScores
+from lorimer.engine.stops import Stop
+
+PREFILL_TOKENS = 2048
+"""Most prompt tokens of one pass."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A sample request under way."""
+
+    message: SampleRequest
+    adapter: FrozenAdapter | None
+    stop: Stop
+    max_tokens: int
+    scores: PromptScores | None
+    sequences: list["Sequence"] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def weights(self) -> str:
+        return self.message.sampler_id or ""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(s.stop_reason is not None for s in self.sequences)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample. It waits for its prompt, is ready with a first token, holds a row of the slab, and ends."""
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    best: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    stop_reason: str | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the last token, counted from the start of the prompt."""
+        return len(self.request.message.prompt) + len(self.tokens) - 1
+
+    @property
+    def rule(self) -> tuple[float, int, float]:
+        params = self.request.message.params
+        return params.temperature, params.top_k, params.top_p
+
+
+@dataclass(eq=False)
+class Prefill:
+    """Tokens to compute before the sequences that wait for them can go on."""
+
+    request: Request
+    tokens: np.ndarray
+    sequences: list[Sequence]
+    cache: PromptCache
+
+
+class Sampler:
+    def __init__(
+        self,
+        model: BaseModel,
+        tokenizer: object,
+        eos_token_ids: list[int],
+        memory_bytes: int,
+        most_rows: int,
+        new_seed: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        self.model, self._tokenizer, self._eos = model, tokenizer, eos_token_ids
+        self._head = Head(model)
+        self._most_rows = most_rows
+        self._slab = Slab(max(1, int(0.75 * memory_bytes) // _position_bytes(model)))
+        self._prefixes = PrefixStore(memory_bytes // 4)
+        self._prefills: deque[Prefill] = deque()
+        self._ready: deque[tuple[Sequence, PromptCache]] = deque()
+        self._rows: list[Sequence] = []
+        """The sequence of each row of the slab."""
+        self._requests: dict[str, Request] = {}
+        self._prefill_next = True
+        self._new_seed = new_seed
+        self.num_sampled = self.num_prefilled = self.num_cached = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def add(self, message: SampleRequest, adapter: FrozenAdapter | None) -> None:
+        """Take a request that was checked; ``step`` answers it."""
+        prompt = np.asarray(message.prompt, np.int64)
+        room = self.model.max_context - len(prompt)
+        wanted = room if message.params.max_tokens is None else message.params.max_tokens
+        request = Request(
+            message=message,
+            adapter=adapter,
+            stop=Stop(message.params.stop, self._eos, self._tokenizer),
+            max_tokens=min(wanted, room),
+            scores=PromptScores.wanted(message),
+        )
+        seed = self._new_seed(64) if message.params.seed is None else message.params.seed
+        request.sequences = [Sequence(request, i, derive_seed(seed, i)) for i in range(message.num_samples)]
+        self._requests[message.request_id] = request
+        self._enqueue(request, prompt, request.sequences)
+
+    def _enqueue(self, request: Request, tokens: np.ndarray, sequences: list[Sequence]) -> None:
+        """Compute ``tokens`` for the sequences, with a prefill that waits for the same ones where there is one."""
+        if request.scores is None:
+            for other in self._prefills:
+                if other.request.scores is None and _is_same_prompt(other, request, tokens):
+                    other.sequences.extend(sequences)
+                    return
+        self._prefills.append(Prefill(request, tokens, list(sequences), PromptCache(len(tokens))))
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up a request; false when it is not under way."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for prefill in self._prefills:
+            prefill.sequences = [s for s in prefill.sequences if s.request is not request]
+        self._prefills = deque(p for p in self._prefills if p.sequences)
+        self._ready = deque(pair for pair in self._ready if pair[0].request is not request)
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].request is request:
+                self._free(row)
+        return True
+
+    @torch.no_grad()
+    def step(self) -> list[Reply]:
+        """One pass: of prompts or of decoding, in turn when both wait."""
+        self._fill_slab()
+        can_prefill = bool(self._prefills) and len(self._ready) + len(self._rows) < self._most_rows
+        if can_prefill and (self._prefill_next or not self._rows):
+            self._prefill_next = False
+            return self._prefill()
+        self._prefill_next = True
+        return self._decode() if self._rows else []
+
+    # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _prefill(self) -> list[Reply]:
+        chosen = self._choose_prefills()
+        spans, parts, start = [], [], 0
+        for prefill, size in chosen:
+            spans.append(PrefillSpan(start, start + size, prefill.cache))
+            parts.append(np.arange(prefill.cache.length, prefill.cache.length + size))
+            start += size
+        tokens = np.concatenate([p.tokens[part] for (p, _), part in zip(chosen, parts, strict=True)])
+        attention = PrefillAttention(spans)
+        slices = _slices([(p.request, span.stop - span.start) for (p, _), span in zip(chosen, spans, strict=True)])
+        hidden_TH = self._run(tokens, np.concatenate(parts), Pass(slices, cache=attention))
+        attention.finish()
+        self.num_prefilled += len(tokens)
+        replies: list[Reply] = []
+        for (prefill, _), span, part in zip(chosen, spans, parts, strict=True):
+            if prefill.request.scores is not None:
+                x = hidden_TH[span.start : span.stop]
+                prefill.request.scores.add(x, part, self._head, _whole(prefill.request, len(x)))
+        done = [i for i, (prefill, _) in enumerate(chosen) if prefill.cache.length == len(prefill.tokens)]
+        if done:
+            last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
+            replies = self._begin([chosen[i][0] for i in done], hidden_TH[last])
+        return replies
+
+    def _choose_prefills(self) -> list[tuple[Prefill, int]]:
+        """Prefills of the next pass, in order of arrival, and how many tokens of each; equal adapters side by side."""
+        chosen: list[tuple[Prefill, int]] = []
+        room, rows = PREFILL_TOKENS, self._most_rows - len(self._ready) - len(self._rows)
+        for prefill in self._prefills:
+            if room <= 0 or rows <= 0:
+                break
+            if not prefill.cache.layers:
+                self._use_prefix(prefill)
+            size = min(room, len(prefill.tokens) - prefill.cache.length)
+            chosen.append((prefill, size))
+            room -= size
+            rows -= len(prefill.sequences)
+        return sorted(chosen, key=lambda pair: pair[0].request.weights)
+
+    def _use_prefix(self, prefill: Prefill) -> None:
+        request = prefill.request
+        most = len(prefill.tokens) - 1
+        if request.scores is not None:
+            most = min(most, request.scores.first_position - 1)
+        found = self._prefixes.find(request.message.cache_salt, request.weights, prefill.tokens, most)
+        if found is not None:
+            cache, length = found
+            prefill.cache = cache.copy_prefix(length, len(prefill.tokens))
+            for sequence in prefill.sequences:
+                if not sequence.tokens:
+                    sequence.request.num_cached = length
+            self.num_cached += length
+
+    def _begin(self, prefills: list[Prefill], last_NH: Tensor) -> list[Reply]:
+        """Draw the next token of every sequence whose prompt is complete."""
+        for prefill in prefills:
+            self._prefills.remove(prefill)
+            request = prefill.request
+            self._prefixes.put(request.message.cache_salt, request.weights, prefill.tokens, prefill.cache)
+        logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
+        owner = [i for i, p in enumerate(prefills) for _ in p.sequences]
+        sequences = [s for p in prefills for s in p.sequences]
+        replies = self._draw(sequences, logits_NV[torch.tensor(owner, device=logits_NV.device)])
+        for i, sequence in zip(owner, sequences, strict=True):
+            if sequence.stop_reason is None:
+                self._ready.append((sequence, prefills[i].cache))
+        return replies
+
+    # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _fill_slab(self) -> None:
+        while self._ready and len(self._rows) < self._most_rows and self._slab.can_add(self._ready[0][1].length):
+            sequence, cache = self._ready.popleft()
+            self._slab.add(cache)
+            self._rows.append(sequence)
+
+    def _free(self, row: int) -> None:
+        last = self._slab.remove(row)
+        self._rows[row] = self._rows[last]
+        self._rows.pop()
+
+    def _preempt(self) -> None:
+        """Let the newest sequences wait until the others have room for one more token."""
+        while not self._slab.can_step():
+            newest = max(range(len(self._rows)), key=lambda row: (len(self._requests), -len(self._rows[row].tokens), row))
+            sequence = self._rows[newest]
+            self._free(newest)
+            tokens = np.concatenate([np.asarray(sequence.request.message.prompt, np.int64), sequence.tokens])
+            self._enqueue(sequence.request, tokens, [sequence])
+
+    def _decode(self) -> list[Reply]:
+        self._preempt()
+        self._slab.make_room()
+        # Rows in the order of adapters, so that each adapter owns one slice of the pass.
+        order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].request.weights)
+        sequences = [self._rows[row] for row in order]
+        device = self.model.device.torch
+        attention = DecodeAttention(self._slab, torch.tensor(order, device=device))
+        tokens, positions = np.array([(s.tokens[-1], s.position) for s in sequences]).T
+        slices = _slices([(s.request, 1) for s in sequences])
+        hidden_NH = self._run(tokens, positions, Pass(slices, cache=attention))
+        attention.finish()
+        replies = self._draw(sequences, self._head.logits(hidden_NH, slices))
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].stop_reason is not None:
+                self._free(row)
+        return replies
+
+    def _run(self, tokens: np.ndarray, positions: np.ndarray, current: Pass) -> Tensor:
+        device = self.model.device.torch
+        return self.model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), current)
+
+    def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
+        """Choose a token for each sequence, end those that stop, and answer what is complete."""
+        rules = DrawRules.of([s.rule for s in sequences], logits_NV.device)
+        numbers = uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
+        logprobs_NV = scaled_logprobs(logits_NV, rules.temperatures)
+        tokens_N = draw(logprobs_NV, rules, numbers)
+        chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
+        most = max(s.request.message.topk_sample_logprobs for s in sequences)
+        tops = [x.cpu().numpy() for x in best(logprobs_NV, most)] if most else None
+        self.num_sampled += len(sequences)
+        replies: list[Reply] = []
+        for i, (sequence, token, logprob) in enumerate(zip(sequences, tokens_N.tolist(), chosen, strict=True)):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            k = sequence.request.message.topk_sample_logprobs
+            if k and tops is not None:
+                sequence.best.append((tops[0][i, :k], tops[1][i, :k]))
+            replies += self._after_token(sequence)
+        return replies
+
+    def _after_token(self, sequence: Sequence) -> list[Reply]:
+        request, replies = sequence.request, []
+        if request.stop.ends(sequence.tokens):
+            sequence.stop_reason = "stop"
+        elif len(sequence.tokens) >= request.max_tokens:
+            sequence.stop_reason = "length"
+        message = request.message
+        if message.stream:
+            replies.append(
+                SampleProgress(
+                    request_id=message.request_id,
+                    index=sequence.index,
+                    tokens=sequence.tokens[-1:],
+                    logprobs=sequence.logprobs[-1:],
+                )
+            )
+        if sequence.stop_reason is not None and request.is_finished:
+            del self._requests[message.request_id]
+            replies.append(Done(request_id=message.request_id, result=_result(request)))
+        return replies
+
+    def fail_all(self, error: str) -> list[Reply]:
+        """Give everything up after an error nobody can be blamed for."""
+        replies: list[Reply] = [Failed(request_id=r, category="server", error=error) for r in self._requests]
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+        return replies
+
+
+def _position_bytes(model: BaseModel) -> int:
+    """Keys and values of one position in all layers."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * config.num_hidden_layers * num_kv * head_dim * model.device.dtype.itemsize)
+
+
+def _is_same_prompt(other: Prefill, request: Request, tokens: np.ndarray) -> bool:
+    return (
+        other.request.weights == request.weights
+        and other.request.message.cache_salt == request.message.cache_salt
+        and np.array_equal(other.tokens, tokens)
+    )
+
+
+def _whole(request: Request, size: int) -> list[AdapterSlice]:
+    return _slices([(request, size)])
+
+
+def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
+    """Slices of the axis for requests that follow one another on it; the base has none."""
+    slices, start = [], 0
+    for _, members in groupby(parts, key=lambda part: part[0].weights):
+        requests = list(members)
+        stop = start + sum(size for _, size in requests)
+        adapter = requests[0][0].adapter
+        if adapter is not None:
+            slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale))
+        start = stop
+    return slices
+
+
+def _result(request: Request) -> SampleResult:
+    sequences = []
+    for s in request.sequences:
+        top = None
+        if request.message.topk_sample_logprobs:
+            top = TopkLogprobs(
+                token_ids=np.stack([ids for ids, _ in s.best]).astype(np.int32),
+                logprobs=np.stack([values for _, values in s.best]).astype(np.float32),
+            )
+        sequences.append(
+            SampledSequence(
+                tokens=np.array(s.tokens, np.int32),
+                logprobs=np.array(s.logprobs, np.float32),
+                stop_reason="stop" if s.stop_reason == "stop" else "length",
+                topk_logprobs=top,
+            )
+        )
+    scores = {} if request.scores is None else request.scores.result()
+    return SampleResult(sequences=sequences, prompt_cache_hit_tokens=request.num_cached, **scores)

@@ -1,0 +1,185 @@
+"""The engine process: takes commands, runs the next piece of training or sampling, replies. Nothing polls or sleeps.
+
+Training commands run in the order they came; samples join the running batch at once. When both wait, each gets the
+time the other used: after every training pass the sampler runs about as long, so neither starves.
+"""
+
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.connection import Connection
+from lorimer.engine.engine import Engine
+from lorimer.engine.messages import (
+    Cancel,
+    Command,
+    CreateRun,
+    Done,
+    DropRun,
+    DropSampler,
+    Failed,
+    GetStatus,
+    LoadProgress,
+    LoadSampler,
+    LoadState,
+    OptimStep,
+    PublishSampler,
+    Ready,
+    RegisterLoss,
+    Reply,
+    Result,
+    SampleRequest,
+    SaveState,
+    Shutdown,
+    TrainBatch,
+    decode_command,
+    encode,
+)
+from lorimer.errors import LorimerError
+
+
+class Worker:
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine, self._connection = engine, connection
+        self._commands: deque[Command] = deque()
+        self._is_closing = False
+        self._handlers: dict[type, Callable[..., Result]] = {
+            CreateRun: engine.create_run,
+            OptimStep: engine.optim_step,
+            SaveState: engine.save_state,
+            LoadState: engine.load_state,
+            DropRun: engine.drop_run,
+            RegisterLoss: engine.register_loss,
+            PublishSampler: engine.publish_sampler,
+            LoadSampler: engine.load_sampler,
+            DropSampler: engine.drop_sampler,
+        }
+
+    def run(self) -> None:
+        """Serve until told to stop or the other end is gone."""
+        sampler = self._engine.sampler
+        while not self._is_closing:
+            self._receive(wait=not self._commands and sampler.is_idle)
+            if self._commands and not self._is_closing:
+                self._sample_as_long(self._run_command)
+            elif not sampler.is_idle:
+                self._sample()
+
+    def _receive(self, wait: bool) -> None:
+        """Take what has arrived; with ``wait``, at least one message."""
+        while wait or self._connection.has_message():
+            wait = False
+            data = self._connection.receive()
+            if data is None:
+                self._is_closing = True
+                return
+            self._take(decode_command(data))
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Shutdown):
+            self._is_closing = True
+        elif isinstance(command, SampleRequest):
+            self._answer_error(command.request_id, lambda: self._engine.add_sample(command))
+        elif isinstance(command, Cancel):
+            if self._engine.sampler.cancel(command.request_id):
+                self._send(Failed(request_id=command.request_id, category="cancelled", error="cancelled by the client"))
+        elif isinstance(command, GetStatus):
+            self._send(Done(request_id=command.request_id, result=self._engine.status()))
+        else:
+            self._commands.append(command)
+
+    def _run_command(self) -> None:
+        command = self._commands.popleft()
+        if isinstance(command, TrainBatch):
+            self._train(command)
+            return
+        handler = self._handlers[type(command)]
+        request_id: str = command.request_id  # type: ignore[union-attr]
+        self._answer_error(request_id, lambda: self._send(Done(request_id=request_id, result=handler(command))))
+
+    def _train(self, batch: TrainBatch) -> None:
+        self._pass_began = time.perf_counter()
+        results = self._engine.train(batch.operations, self._between_passes)
+        for operation, result in zip(batch.operations, results, strict=True):
+            if isinstance(result, Exception):
+                self._send(_failure(operation.request_id, result))
+            else:
+                self._send(Done(request_id=operation.request_id, result=result))
+
+    def _between_passes(self) -> None:
+        """Called by the trainer after each pass: sampling gets as long as the pass took."""
+        self._receive(wait=False)
+        self._sample_for(time.perf_counter() - self._pass_began)
+        self._pass_began = time.perf_counter()
+
+    def _sample_as_long(self, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        if not self._commands or not self._engine.sampler.is_idle:
+            self._sample_for(min(time.perf_counter() - start, 1.0))
+
+    def _sample_for(self, seconds: float) -> None:
+        stop = time.perf_counter() + seconds
+        while not self._engine.sampler.is_idle and time.perf_counter() < stop and not self._is_closing:
+            self._sample()
+            self._receive(wait=False)
+
+    def _sample(self) -> None:
+        try:
+            replies = self._engine.sampler.step()
+        except Exception as error:
+            traceback.print_exc()
+            replies = self._engine.sampler.fail_all(f"sampling failed: {type(error).__name__}: {error}")
+        for reply in replies:
+            self._send(reply)
+
+    def _answer_error(self, request_id: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._send(_failure(request_id, error))
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self._connection.send(encode(reply))
+        except OSError:
+            self._is_closing = True
+
+
+def _failure(request_id: str, error: Exception) -> Failed:
+    if isinstance(error, LorimerError):
+        return Failed(request_id=request_id, category="user", error=str(error))
+    traceback.print_exception(error)
+    return Failed(request_id=request_id, category="server", error=f"{type(error).__name__}: {error}")
+
+
+def main(descriptor: int) -> None:
+    """Serve the process at the other end of the socket ``descriptor``."""
+    # Ctrl-C reaches the whole group; the process that owns this one decides what to do about it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=descriptor))
+    data = connection.receive()
+    if data is None:
+        return
+
+    def report(stage: str, fraction: float | None) -> None:
+        connection.send(encode(LoadProgress(stage=stage, fraction=fraction)))
+
+    try:
+        engine = Engine(msgspec.msgpack.decode(data, type=EngineConfig), report)
+    except Exception as error:
+        connection.send(encode(_failure("", error)))
+        sys.exit(1)
+    connection.send(encode(Ready(info=engine.info)))
+    Worker(engine, connection).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

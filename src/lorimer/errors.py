@@ -1,0 +1,55 @@
+"""The exceptions of Lorimer, one tree.
+
+    LorimerError
+    ├── InvalidInput        what the caller sent cannot be done; the message names the field and what is accepted
+    │   ├── Unsupported     a thing Tinker has and Lorimer does not, refused by its name
+    │   └── NotFound        a run, sampler, loss or file that is not there
+    ├── ModelRefused        a base model that cannot be served, with the reason
+    ├── ModelNotFound       a model reference that no source knows; lists the places looked at
+    ├── CheckpointError     a saved state that is missing, torn or of another shape
+    ├── Cancelled           the caller gave the request up
+    └── EngineError         the engine failed at something that was in order; the operation did nothing
+        └── EngineDied      its process ended while work was waiting
+
+They say what went wrong in Lorimer's own words; only the HTTP server maps them to status codes.
+"""
+
+
+class LorimerError(Exception):
+    """Base of every error Lorimer raises on purpose."""
+
+
+class InvalidInput(LorimerError):
+    """The caller's input is wrong; nothing was changed."""
+
+
+class Unsupported(InvalidInput):
+    """The input asks for something Lorimer does not have."""
+
+
+class NotFound(InvalidInput):
+    """The input names something that does not exist."""
+
+
+class ModelRefused(LorimerError):
+    """The base model cannot be trained or sampled exactly, so it is not loaded."""
+
+
+class ModelNotFound(LorimerError):
+    """No source has the model; the message lists every place looked at."""
+
+
+class CheckpointError(LorimerError):
+    """A saved state cannot be read, or does not fit the run it is loaded into."""
+
+
+class Cancelled(LorimerError):
+    """The request was cancelled by its caller."""
+
+
+class EngineError(LorimerError):
+    """The engine failed through no fault of the caller; nothing was changed."""
+
+
+class EngineDied(EngineError):
+    """The engine process ended before it answered."""

@@ -1,0 +1,137 @@
+"""What the documents say is so: the paths they name exist, their examples run, their make targets are there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+DOCUMENT_IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+MOST_LINES = {"README.md": 150, "ARCHITECTURE.md": 150, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
+
+SOURCE_SUFFIXES = (".py", ".md", ".toml")
+FOLDERS = {"src", "tests", "docs", "tools", "bench", ".ci"} | {
+    path.parent.name for path in ROOT.glob("src/lorimer/*/__init__.py")
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fenced(text: str, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(text) if language in languages]
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def looks_like_path(span: str) -> bool:
+    """A name of a source file, or a path that starts at one of our folders; ``lorimer/tiny`` or ``a/b`` is neither."""
+    if not re.fullmatch(r"[\w.*/-]+", span):
+        return False
+    return span.endswith(SOURCE_SUFFIXES) or ("/" in span and span.split("/")[0] in FOLDERS)
+
+
+def missing_paths(text: str, folder: Path) -> list[str]:
+    """Code spans count from the root, the document or the package; links, as browsers do it, from the document."""
+    spans = [span for code in code_spans(text) if looks_like_path(span := code.split("::")[0])]
+    starts = (ROOT, folder, ROOT / "src" / "lorimer")
+    missing = [span for span in spans if not any(any(start.glob(span.rstrip("/"))) for start in starts)]
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", text))
+    return missing + [link for link in links if not re.match(r"\w+:", link) and not (folder / link).exists()]
+
+
+def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # A make that runs these tests must not hand its own flags on.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def make_targets() -> set[str]:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert phony
+    return set(phony[1].split())
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=DOCUMENT_IDS)
+def test_named_paths_exist(path):
+    assert missing_paths(path.read_text("utf-8"), path.parent) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=DOCUMENT_IDS)
+def test_named_make_targets_exist(path):
+    text = path.read_text("utf-8")
+    commands = [*code_spans(text), *"\n".join(fenced(text, "", "sh", "bash", "shell", "console")).splitlines()]
+    named = {found[1] for command in commands if (found := re.match(r"\$? ?make ([a-z-]+)", command.strip()))}
+    assert named <= make_targets()
+
+
+@pytest.mark.parametrize(("name", "most"), MOST_LINES.items(), ids=MOST_LINES)
+def test_document_is_short(name, most):
+    assert len((ROOT / name).read_text("utf-8").splitlines()) <= most
+
+
+def test_readme_has_its_two_commands_and_an_example():
+    text = README.read_text("utf-8")
+    shell = "\n".join(fenced(text, "sh"))
+    assert "make demo" in shell
+    assert "make test" in shell
+    assert fenced(text, "python")
+
+
+EXAMPLES = fenced(README.read_text("utf-8"), "python")
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_readme_example_runs(code, tmp_path):
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+
+
+def test_make_help_lists_every_target():
+    listed = re.findall(r"^ +make ([a-z-]+) +\S", make("help").stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(make_targets())
+
+
+def test_make_alone_is_help():
+    assert make().stdout == make("help").stdout
+
+
+def test_make_refuses_an_old_python(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1\nexit 1\n', "utf-8")
+    old.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    run = make(f"PYTHON={old}", "demo", folder=tmp_path)
+    assert run.returncode != 0
+    assert "Python 3.9.1" in run.stderr
+    assert "needs Python 3.11" in run.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_make_serve_says_that_it_is_not_there():
+    run = make("serve")
+    assert run.returncode != 0
+    assert "not in this version" in run.stderr
+
+
+# ── the checker itself ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_planted_missing_paths_are_found():
+    text = (
+        "`src/lorimer/errors.py`, `engine/`, `tests/test_docs.py::make`, `lorimer/tiny`, `alpha/rank`, `adapter.json`, "
+        "[there](README.md#licence), [web](https://example.org/a.py), `engine/*.py`\n"
+        "`src/gone.py`, `engine/gone`, `gone.md`, [gone](docs/gone.md)\n"
+        "```python\nopen('`src/also_gone.py`')\n```\n"
+    )
+    assert missing_paths(text, ROOT) == ["src/gone.py", "engine/gone", "gone.md", "docs/gone.md"]

@@ -1,0 +1,237 @@
+"""Who may import whom, read from the syntax tree of every module, function-level imports included."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+MAY_IMPORT = {
+    "lorimer": {"types", "client"},  # the package's own __init__.py
+    "errors": set(),
+    "types": set(),
+    "client": {"types"},
+    "store": {"types"},
+    "engine": {"types"},
+    "scheduler": {"types", "store", "engine.messages", "engine.process"},
+    "cluster": {"types", "engine"},
+    "server": {"types", "store", "scheduler", "engine.process", "console"},
+    "console": set(),
+    "cli": {"types", "client"},
+    "cookbook": {"types", "client"},
+    "recipes": {"types", "client", "cookbook"},
+}
+MAY_IMPORT_IN_FUNCTIONS = {"cli": {"server"}}
+"""On top of the above, where loading the module at the top would slow every command down."""
+EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
+
+MAY_LOAD_TORCH = {"engine", "cluster", "cookbook", "recipes"}
+TORCH_FREE_ENGINE_MODULES = ["messages", "process", "config"]
+LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute and dotted: ``from a.b import c`` is ``a.b.c``."""
+
+    name: str
+    line: int
+    in_function: bool
+
+
+def module_name(path: Path, src: Path) -> str:
+    parts = path.relative_to(src).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, src: Path) -> list[Import]:
+    package = module_name(path, src).split(".")
+    if path.name != "__init__.py":
+        package.pop()
+
+    def names(node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                base = package[: len(package) + 1 - node.level] if node.level else []
+                prefix = [*base, *([node.module] if node.module else [])]
+                yield from (".".join([*prefix, alias.name]) for alias in node.names)
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(str(name)), *_]):
+                if called in ("import_module", "__import__"):
+                    yield name
+
+    def walk(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        for name in names(node):
+            yield Import(name, getattr(node, "lineno", 0), in_function)
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    return list(walk(ast.parse(path.read_text("utf-8")), False))
+
+
+def is_within(name: str, prefixes: set[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def may_import(layer: str, imported: Import) -> bool:
+    """Whether a module of ``layer`` may have this import; a name that is not ours always may."""
+    first, _, ours = imported.name.partition(".")
+    if first != "lorimer" or is_within(ours, EVERYBODY_MAY_IMPORT | {layer}):
+        return True
+    row = MAY_IMPORT[layer]
+    if ours.partition(".")[0] not in MAY_IMPORT:
+        # A name of the package itself comes from types or client.
+        return {"types", "client"} <= row
+    lazily = MAY_IMPORT_IN_FUNCTIONS.get(layer, set()) if imported.in_function else set()
+    return is_within(ours, row | lazily)
+
+
+def layer_violations(path: Path, src: Path) -> list[str]:
+    module = module_name(path, src)
+    layer = module.split(".")[1] if "." in module else "lorimer"
+    if layer not in MAY_IMPORT:
+        return [f"{module} belongs to no row of the table"]
+    found = []
+    for imported in imports_of(path, src):
+        if not may_import(layer, imported):
+            found.append(f"{module}:{imported.line} imports {imported.name}")
+        if layer not in MAY_LOAD_TORCH and is_within(imported.name, LOADS_TORCH):
+            found.append(f"{module}:{imported.line} loads torch by {imported.name}")
+    return found
+
+
+def files_behind(name: str, src: Path) -> list[Path]:
+    """The files that importing ``name`` executes: each package on the way, then the module."""
+    parts = name.split(".")
+    stems = [src.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
+    candidates = [file for stem in stems for file in (stem / "__init__.py", stem.with_suffix(".py"))]
+    return [file for file in candidates if file.exists()]
+
+
+def ways_to_torch(start: str, src: Path) -> list[str]:
+    """The chains of imports by which ``start`` reaches torch, each once for the module that loads it."""
+    found, seen = [], set()
+    chains = [(start, file) for file in files_behind(start, src)]
+    while chains:
+        chain, path = chains.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for imported in imports_of(path, src):
+            step = f"{chain} -> {imported.name}"
+            if is_within(imported.name, LOADS_TORCH):
+                found.append(step)
+            chains += [(step, file) for file in files_behind(imported.name, src)]
+    return found
+
+
+MODULES = sorted((SRC / "lorimer").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[module_name(path, SRC) for path in MODULES])
+def test_module_imports_only_what_its_row_allows(path):
+    assert layer_violations(path, SRC) == []
+
+
+@pytest.mark.parametrize("module", TORCH_FREE_ENGINE_MODULES)
+def test_engine_door_reaches_no_torch(module):
+    assert (SRC / "lorimer" / "engine" / f"{module}.py").exists()
+    assert ways_to_torch(f"lorimer.engine.{module}", SRC) == []
+
+
+def test_table_has_a_row_for_each_package_and_no_other():
+    packages = {path.parent.name for path in (SRC / "lorimer").glob("*/__init__.py")}
+    assert packages == MAY_IMPORT.keys() - {"lorimer", "errors"}
+
+
+# ── the checker itself, on planted trees ──────────────────────────────────────────────────────────────
+
+
+def plant(src: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = src / "lorimer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+PLANTED = {
+    "absolute": ("store/a.py", "import lorimer.client.service", "imports lorimer.client.service"),
+    "from the root": ("store/a.py", "from lorimer import client", "imports lorimer.client"),
+    "relative": ("store/a.py", "from ..client import service", "imports lorimer.client.service"),
+    "relative from a deeper package": ("server/routes/a.py", "from ...client import x", "imports lorimer.client.x"),
+    "relative from an __init__": ("store/__init__.py", "from .. import client", "imports lorimer.client"),
+    "in a function": ("types/a.py", "def f():\n    from ..store import x", "imports lorimer.store.x"),
+    "in a method": ("types/a.py", "class A:\n    def f(self):\n        import lorimer.store", "imports lorimer.store"),
+    "by import_module": ("types/a.py", "importlib.import_module('lorimer.store')", "imports lorimer.store"),
+    "the engine past its door": (
+        "server/a.py",
+        "from lorimer.engine.worker import x",
+        "imports lorimer.engine.worker.x",
+    ),
+    "the engine's package": ("scheduler/a.py", "from lorimer.engine import x", "imports lorimer.engine.x"),
+    "messages in the server": ("server/a.py", "import lorimer.engine.messages", "imports lorimer.engine.messages"),
+    "the server at the top of the cli": ("cli/a.py", "from lorimer.server import x", "imports lorimer.server.x"),
+    "a root name below the client": ("client/a.py", "from lorimer import Datum", "imports lorimer.Datum"),
+    "torch in a function": ("client/a.py", "def f():\n    import torch.nn", "loads torch by torch.nn"),
+    "torch through safetensors": ("store/a.py", "import safetensors.torch", "loads torch by safetensors.torch"),
+    "a package without a row": ("parts/a.py", "", "belongs to no row of the table"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), PLANTED.values(), ids=PLANTED)
+def test_checker_finds_planted_violation(tmp_path, name, text, expected):
+    plant(tmp_path, {name: text})
+    found = layer_violations(tmp_path / "lorimer" / name, tmp_path)
+    assert [violation.split(" ", 1)[1] for violation in found] == [expected]
+
+
+ALLOWED = {
+    "own package": ("store/a.py", "from . import b\nfrom .b import c\nimport lorimer.store.d"),
+    "own package from a subpackage": ("server/routes/a.py", "from ..auth import check"),
+    "errors": ("types/a.py", "from lorimer.errors import InvalidInput\nfrom ..errors import NotFound"),
+    "the version": ("server/a.py", "from lorimer import __version__"),
+    "the door": ("scheduler/a.py", "from lorimer.engine import messages\nfrom ..engine.process import Engine"),
+    "the server in a function of the cli": ("cli/a.py", "def serve():\n    from lorimer.server import app"),
+    "root names in recipes": ("recipes/a.py", "import lorimer\nfrom lorimer import Datum"),
+    "torch in the engine": ("engine/a.py", "import torch"),
+    "a name that only begins alike": ("store/a.py", "import torchlike, lorimer_tools"),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), ALLOWED.values(), ids=ALLOWED)
+def test_checker_passes_what_the_table_allows(tmp_path, name, text):
+    plant(tmp_path, {name: text})
+    assert layer_violations(tmp_path / "lorimer" / name, tmp_path) == []
+
+
+TORCH_BEHIND_THE_DOOR = {
+    "directly": ({"process.py": "import torch"}, "process -> torch"),
+    "in a function": ({"process.py": "def f():\n    import torch"}, "process -> torch"),
+    "through another module": (
+        {
+            "process.py": "from . import config",
+            "config.py": "from .device import x",
+            "device.py": "from torch import nn",
+        },
+        "process -> lorimer.engine.config -> lorimer.engine.device.x -> torch.nn",
+    ),
+    "through the package's __init__": ({"__init__.py": "from .a import x", "a.py": "import transformers"}, None),
+}
+
+
+@pytest.mark.parametrize(("files", "chain"), TORCH_BEHIND_THE_DOOR.values(), ids=TORCH_BEHIND_THE_DOOR)
+def test_checker_follows_imports_to_torch(tmp_path, files, chain):
+    plant(tmp_path, {f"engine/{name}": text for name, text in ({"__init__.py": "", "process.py": ""} | files).items()})
+    found = ways_to_torch("lorimer.engine.process", tmp_path)
+    assert len(found) == 1
+    assert chain is None or found[0] == f"lorimer.engine.{chain}"
+
+
+def test_checker_survives_import_cycles(tmp_path):
+    plant(tmp_path, {"engine/process.py": "from . import config", "engine/config.py": "from . import process"})
+    assert ways_to_torch("lorimer.engine.process", tmp_path) == []

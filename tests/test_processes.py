@@ -1,0 +1,70 @@
+"""Neither the SDK nor the API process loads torch, shown by importing their modules in fresh interpreters."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import lorimer
+
+MAY_LOAD_TORCH = {"engine", "cluster", "cookbook", "recipes"}
+TORCH_FREE = [
+    "lorimer",
+    *(
+        f"lorimer.{module.name}"
+        for module in pkgutil.iter_modules(lorimer.__path__)
+        if module.name not in MAY_LOAD_TORCH
+    ),
+    "lorimer.engine.messages",
+    "lorimer.engine.process",
+    "lorimer.engine.config",
+]
+
+IMPORT_AND_REPORT = """
+import importlib, json, pkgutil, sys
+name = sys.argv[1]
+module = importlib.import_module(name)
+names = [name]
+if name != "lorimer" and hasattr(module, "__path__"):
+    names += [found.name for found in pkgutil.walk_packages(module.__path__, name + ".")]
+loaded = {}
+for name in names:
+    if not name.endswith(".__main__"):
+        importlib.import_module(name)
+    for heavy in {"torch", "transformers"} & sys.modules.keys():
+        loaded.setdefault(heavy, name)
+print(json.dumps(loaded))
+"""
+
+
+def heavy_modules(name: str, extra_path: str = "") -> dict[str, str]:
+    """Which of torch and transformers come with ``name`` and the modules below it, and with which of them first."""
+    path = os.pathsep.join(filter(None, [extra_path, os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_AND_REPORT, name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert run.returncode == 0, run.stderr
+    loaded: dict[str, str] = json.loads(run.stdout)
+    return loaded
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_import_loads_no_torch(name):
+    assert heavy_modules(name) == {}
+
+
+def test_planted_torch_is_found(tmp_path):
+    package = tmp_path / "planted" / "deep"
+    package.mkdir(parents=True)
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "planted" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "late.py").write_text("import torch", "utf-8")
+    assert heavy_modules("planted", str(tmp_path)) == {"torch": "planted.deep.late"}
