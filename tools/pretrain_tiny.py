@@ -145,13 +145,13 @@ def batch_tensors(rows: list[tuple[list[int], list[int]]], row_length: int) -> d
 
 def favour_answers(batch: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast) -> None:
     """Lets the tokens of a user's turn count a tenth: their numbers are drawn at random, so they teach little."""
-    start, user = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "user"))
+    vocabulary = tokenizer.get_vocab()
     tokens_BT = batch["input_ids"]
-    starts_BT = tokens_BT.eq(start)
-    asks_BT = starts_BT & tokens_BT.roll(-1, 1).eq(user)
+    starts_BT = tokens_BT.eq(vocabulary["<|im_start|>"])
+    asks_BT = starts_BT & tokens_BT.roll(-1, 1).eq(vocabulary["user"])
     index_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     last_start_BT = torch.where(starts_BT, index_BT, 0).cummax(1).values
-    last_end_BT = torch.where(tokens_BT.eq(tokenizer.eos_token_id), index_BT, -1).cummax(1).values
+    last_end_BT = torch.where(tokens_BT.eq(vocabulary["<|im_end|>"]), index_BT, -1).cummax(1).values
     in_question_BT = asks_BT.gather(1, last_start_BT) & (last_end_BT <= last_start_BT)
     batch["weights"][in_question_BT] *= 0.1
 

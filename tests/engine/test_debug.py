@@ -3,6 +3,7 @@
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,9 @@ def test_the_same_arguments_give_the_same_files_whatever_the_global_seed(tmp_pat
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
 def test_sliding_windows_bite(architecture):
     """With one layer, a token further back than the window cannot change a logit."""
-    one_layer = {"num_hidden_layers": 1} | ({} if architecture == "mistral" else {"layer_types": ["sliding_attention"]})
+    one_layer: dict[str, Any] = {"num_hidden_layers": 1} | (
+        {} if architecture == "mistral" else {"layer_types": ["sliding_attention"]}
+    )
     model = tiny_model(architecture, **one_layer)
     tokens_T = torch.arange(20, 40)
     with torch.no_grad():

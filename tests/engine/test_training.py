@@ -47,3 +47,187 @@ def test_loss_logprobs_and_gradients_equal_the_reference(architecture, loss_fn):
     for ours, theirs in zip(result.logprobs, logprobs, strict=True):
         assert abs(ours - theirs).max() < 1e-4
     assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3], ids=["K=1", "K=3"])
+def test_cross_entropy_takes_several_targets_at_a_position(num_targets):
+    model, plain = open_pair("llama")
+    adapter = make_adapter(model)
+    data = [make_datum("cross_entropy", n, seed, model.vocab_size, num_targets) for seed, n in enumerate((6, 11))]
+    (result,) = run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+    loss, logprobs, gradients = run_reference(reference_of(plain, model, adapter, "llama"), data, "cross_entropy")
+    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert [p.shape for p in result.logprobs] == [(6, num_targets), (11, num_targets)]
+    for ours, theirs in zip(result.logprobs, logprobs, strict=True):
+        assert abs(ours - theirs).max() < 1e-4
+    assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"train_attn": False}, {"train_mlp": False}, {"train_unembed": False}, {"train_attn": False, "train_mlp": False}],
+    ids=["no-attn", "no-mlp", "no-unembed", "unembed-only"],
+)
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3", "qwen3_moe"])
+def test_groups_that_are_not_trained_get_no_adapter(architecture, flags):
+    model, plain = open_pair(architecture, tie_word_embeddings=True)
+    adapter = make_adapter(model, **flags)
+    data = [make_datum("cross_entropy", 8, 0, model.vocab_size)]
+    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+    _, _, gradients = run_reference(reference_of(plain, model, adapter, architecture), data, "cross_entropy")
+    groups = {t.group for t in model.targets if t.name in adapter.weights}
+    assert groups == {g for g in ("attn", "mlp", "unembed") if flags.get(f"train_{g}", True)}
+    assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+def eight_runs(model):
+    """Other runs of other ranks and losses, each with its own data."""
+    ranks = (1, 2, 3, 4, 8, 16, 5)
+    losses = (*LOSSES, "cross_entropy")
+    return [
+        Work(
+            checked([make_datum(loss, 5 + i, 50 + i, model.vocab_size) for _ in range(2)], loss, model.vocab_size),
+            make_adapter(model, rank=rank, seed=20 + i),
+        )
+        for i, (rank, loss) in enumerate(zip(ranks, losses, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo", "gspo"])
+def test_gradients_do_not_depend_on_how_data_is_split_or_what_else_runs(architecture, loss_fn):
+    model, _ = open_pair(architecture)
+    data = [make_datum(loss_fn, 3 + 2 * i, i, model.vocab_size) for i in range(8)]
+
+    def gradient(num_parts, order=1, together=False, crowd=(), budget=64):
+        adapter = make_adapter(model)
+        size = len(data) // num_parts
+        parts = [data[i : i + size] for i in range(0, len(data), size)][::order]
+        work = [Work(checked(part, loss_fn, model.vocab_size), adapter) for part in parts]
+        if together:
+            half = len(crowd) // 2
+            run(model, [*crowd[:half], *work, *crowd[half:]], budget)
+        else:
+            for one in work:
+                run(model, [one], budget)
+        return adapter.grads
+
+    expected = gradient(1)
+    for num_parts in (2, 4, 8):
+        for order in (1, -1):
+            assert_same_gradients(gradient(num_parts, order), expected, 1e-5)
+            assert_same_gradients(gradient(num_parts, order, together=True), expected, 1e-5)
+    assert_same_gradients(gradient(2, together=True, crowd=eight_runs(model)), expected, 1e-5)
+    assert_same_gradients(gradient(1, budget=9), expected, 1e-5)
+    assert_same_gradients(gradient(1, budget=10_000), expected, 1e-5)
+
+
+def test_every_run_of_a_mixed_batch_gets_what_it_gets_alone():
+    model, _ = open_pair("qwen3")
+    alone = [(run(model, [work])[0], work.adapter.grads) for work in eight_runs(model)]
+    batch = eight_runs(model)
+    for result, work, (expected, gradients) in zip(run(model, batch), batch, alone, strict=True):
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+        assert_same_gradients(work.adapter.grads, gradients, 1e-5)
+
+
+def test_recomputing_activations_changes_nothing():
+    model, _ = open_pair("gemma2")
+    data = [make_datum("cross_entropy", 40, 0, model.vocab_size)]
+    kept, recomputed = make_adapter(model), make_adapter(model)
+    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), kept)], budget=64)
+    # A sequence longer than the budget is recomputed layer by layer.
+    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), recomputed)], budget=16)
+    assert_same_gradients(recomputed.grads, kept.grads, 1e-6)
+
+
+def test_forward_only_scores_and_leaves_no_gradient():
+    model, _ = open_pair("llama")
+    data = [make_datum("ppo", 9, 0, model.vocab_size)]
+    adapter = make_adapter(model)
+    (forward,) = run(model, [Work(checked(data, "ppo", model.vocab_size, forward_only=True), adapter)])
+    assert adapter.grads is None
+    (both,) = run(model, [Work(checked(data, "ppo", model.vocab_size), adapter)])
+    assert forward.metrics == pytest.approx(both.metrics, rel=1e-5)
+    assert abs(forward.logprobs[0] - both.logprobs[0]).max() < 1e-5
+
+
+def test_gradients_accumulate_as_sums():
+    model, _ = open_pair("llama")
+    adapter = make_adapter(model)
+    work = Work(checked([make_datum("cross_entropy", 9, 0, model.vocab_size)], "cross_entropy", model.vocab_size), adapter)
+    run(model, [work])
+    once = {name: (a.clone(), b.clone()) for name, (a, b) in adapter.grads.items()}
+    run(model, [work])
+    assert_same_gradients(adapter.grads, {name: (2 * a, 2 * b) for name, (a, b) in once.items()}, 1e-6)
+
+
+def test_all_zero_weights_give_zero_loss_and_no_gradient():
+    model, _ = open_pair("llama")
+    adapter = make_adapter(model)
+    datum = make_datum("cross_entropy", 9, 0, model.vocab_size)
+    datum.loss_fn_inputs["weights"][:] = 0
+    (result,) = run(model, [Work(checked([datum], "cross_entropy", model.vocab_size), adapter)])
+    assert result.metrics["loss:sum"] == 0
+    assert adapter.grads is None
+
+
+def test_an_overflowing_operation_fails_alone():
+    model, _ = open_pair("llama")
+    good, bad = make_adapter(model), make_adapter(model, seed=3)
+    datum = make_datum("importance_sampling", 9, 0, model.vocab_size)
+    broken = make_datum("importance_sampling", 9, 0, model.vocab_size)
+    broken.loss_fn_inputs["logprobs"][:] = -1e30
+    batch = [
+        Work(checked([broken], "importance_sampling", model.vocab_size), bad),
+        Work(checked([datum], "importance_sampling", model.vocab_size), good),
+    ]
+    failure, result = Trainer(model, 64).run(batch)
+    assert "not finite" in str(failure)
+    assert bad.grads is None
+    alone = make_adapter(model)
+    (expected,) = run(model, [Work(batch[1].operation, alone)])
+    assert result.metrics == expected.metrics
+    assert_same_gradients(good.grads, alone.grads, 1e-6)
+
+
+def test_moe_layers_report_their_balance():
+    model, _ = open_pair("qwen3_moe")
+    work = Work(checked([make_datum("cross_entropy", 30, 0, model.vocab_size)], "cross_entropy", model.vocab_size), make_adapter(model))
+    (result,) = run(model, [work])
+    names = {name for name in result.metrics if name.startswith("e_")}
+    assert names == {
+        "e_frac_with_tokens:mean",
+        "e_frac_oversubscribed:mean",
+        "e_max_violation:mean",
+        "e_max_violation:max",
+        "e_min_violation:mean",
+    }
+    assert 0 < result.metrics["e_frac_with_tokens:mean"] <= 1
+    assert result.metrics["e_min_violation:mean"] <= 0 <= result.metrics["e_max_violation:max"]
+
+
+def test_every_metric_name_has_exactly_one_colon():
+    model, _ = open_pair("qwen3_moe")
+    for result in run(model, eight_runs(model)):
+        assert all(name.count(":") == 1 for name in result.metrics)
+
+
+def test_the_full_logits_never_exist():
+    model, _ = open_pair("llama", vocab_size=40_000)
+    adapter = make_adapter(model)
+    data = [make_datum("cross_entropy", 400, 0, model.vocab_size)]
+    largest = 0
+    allocate = torch.Tensor.log_softmax
+
+    def watch(tensor, *args, **kwargs):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return allocate(tensor, *args, **kwargs)
+
+    torch.Tensor.log_softmax = watch
+    try:
+        run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)], budget=512)
+    finally:
+        torch.Tensor.log_softmax = allocate
+    assert 0 < largest < 400 * 40_000 / 2

@@ -53,8 +53,8 @@ class Pass:
     """Keys and values to attend to (sampling); ``groups`` is then unused."""
     is_checkpointed: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    expert_counts: list[Tensor] = field(default_factory=list)
-    """Tokens per expert, one tensor for each MoE layer, when ``count_experts`` is set."""
+    expert_counts: dict[int, Tensor] = field(default_factory=dict)
+    """Tokens per expert of each MoE layer, when ``count_experts`` is set; a layer computed again counts once."""
     count_experts: bool = False
 
 

@@ -1,8 +1,8 @@
 """Losses uploaded as operation graphs: checked once when registered, then run on the logprobs of each datum.
 
 A graph is data, in the form ``torch.fx`` traces and the Tinker protocol encodes; no Python is evaluated and nothing is
-called that ``custom_loss_calls`` does not list. Every call is charged before it runs, so that no datum takes more than
-``MAX_ELEMENTS``. Graphs run on the CPU wherever the model is: an index out of range is then the error of one datum,
+called that ``custom_loss_calls`` does not list. Every call is charged before it runs, so that neither time nor memory
+can run away. Graphs run on the CPU wherever the model is: an index out of range is then the error of one datum,
 where a GPU would stop for everybody.
 """
 
@@ -19,12 +19,14 @@ from lorimer.engine.custom_loss_calls import ATTRIBUTES, FUNCTIONS, MAX_INT_BITS
 from lorimer.errors import InvalidInput, Unsupported
 
 MAX_INPUTS = 16
-MAX_NODES = 4096
+MAX_NODES = 1024
 MAX_VALUES = 2**16
 """Most encoded arguments of a graph, those inside lists counted."""
 MAX_DEPTH = 8
 MAX_ELEMENTS = 2**27
-"""Most tensor elements that one evaluation may read and make."""
+"""Most tensor elements that one evaluation may read and make: a bound on memory."""
+MAX_ELEMENTS_PER_INPUT = 2**14
+"""The same for each number the graph is given, so that a loss takes time in proportion to its data."""
 
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -92,7 +94,7 @@ class CustomLoss:
         """
         with torch.inference_mode(False), torch.enable_grad():
             leaf = logprobs.detach().to("cpu", copy=True).requires_grad_()
-            values: list[Any] = [leaf, *(inputs[name].detach().cpu() for name, _ in self.inputs[1:])]
+            values: list[Any] = [leaf, *(inputs[name].detach().to("cpu", copy=True) for name, _ in self.inputs[1:])]
             self._run(values)
             loss = self._check_loss(values[self.loss.index])
             try:
@@ -106,6 +108,7 @@ class CustomLoss:
         return loss.detach().double(), gradient.to(logprobs), metrics
 
     def _run(self, values: list[Any]) -> None:
+        max_elements = min(MAX_ELEMENTS, 2**16 + MAX_ELEMENTS_PER_INPUT * read(values, {}))
         num_elements = 0
         for step in self.steps:
             args = [_resolve(argument, values) for argument in step.args]
@@ -114,8 +117,8 @@ class CustomLoss:
                 if step.is_method and not (args and isinstance(args[0], Tensor)):
                     raise TypeError("a method of tensors was called on something else")
                 num_elements += read(args, kwargs) + step.call.cost(args, kwargs)
-                if num_elements > MAX_ELEMENTS:
-                    raise ValueError(f"more than {MAX_ELEMENTS} tensor elements in one datum")
+                if num_elements > max_elements:
+                    raise ValueError(f"the loss of this datum takes more than the {max_elements} elements it may")
                 values.append(_check_result(step.call.function(*args, **kwargs)))
             except _CALL_ERRORS as error:
                 raise InvalidInput(f"custom loss node {step.name!r} ({step.target}): {_brief(error)}") from error

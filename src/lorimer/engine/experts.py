@@ -33,7 +33,7 @@ def packed_experts(module: nn.Module, hidden_TH: Tensor, top_k_index: Tensor, to
     top_k = top_k_index.shape[-1]
     order_S, runs = _sort(top_k_index, current.slices)
     if current.count_experts:
-        current.expert_counts.append(torch.bincount(top_k_index.flatten(), minlength=module.num_experts))
+        current.expert_counts[id(module)] = torch.bincount(top_k_index.flatten(), minlength=module.num_experts)
     x = hidden_TH[order_S // top_k]
     if module.has_gate:
         x = module._apply_gate(_linear(x, module, "gate_up_proj", ("gate", "up"), runs))

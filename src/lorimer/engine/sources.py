@@ -183,11 +183,11 @@ def _converted(path: Path, cache: Path, report: Progress) -> Path:
 def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) -> ModelSource | None:
     if reference == "lorimer/tiny":
         directory = Path(str(importlib.resources.files("lorimer.engine") / "tiny"))
-        if (directory / "config.json").is_file():
-            check_directory(directory)
-            return ModelSource(reference, directory, "bundled")
-        looked_at.append(f"alias 'lorimer/tiny': this installation of Lorimer lacks {str(directory)!r}")
-        return None
+        # Never looked for on the hub, where the name may belong to anybody.
+        if not (directory / "config.json").is_file():
+            raise ModelNotFound(f"{reference!r} comes with Lorimer, but this installation lacks {str(directory)!r}")
+        check_directory(directory)
+        return ModelSource(reference, directory, "bundled")
     if reference == "lorimer/debug":
         return ModelSource(reference, _debug_model(cache, report), "debug")
     if reference in WHEELS:

@@ -156,7 +156,7 @@ class Trainer:
             self._score(work, block, hidden_TH[rows].detach(), d_rows, owner, outcomes[block[0].work])
         if d_hidden_TH is not None:
             torch.autograd.backward([hidden_TH], [d_hidden_TH])
-        return current.expert_counts
+        return list(current.expert_counts.values())
 
     def _score(
         self,
