@@ -105,7 +105,8 @@ def test_clip_bounds_by_position_replace_the_config(name, given):
 
 @pytest.mark.parametrize("beta", [0.0, 0.05, 7.0])
 def test_dro_beta(beta):
-    check_against_literal("dro", *make_inputs("dro", 50), {"beta": beta})
+    logprobs, inputs = make_inputs("dro", 50)
+    check_against_literal("dro", logprobs, inputs, {"beta": beta})
 
 
 def test_cross_entropy_of_several_targets_with_negative_weights():

@@ -39,7 +39,12 @@ def request(name, prompt, sampler_id=None, num_samples=1, **options):
     fields = {key: options.pop(key) for key in list(options) if key in SamplingParams.__struct_fields__}
     params = SamplingParams(**{"max_tokens": 8, "seed": 1, "stop": [], **fields})
     return SampleRequest(
-        request_id=name, prompt=np.asarray(prompt), sampler_id=sampler_id, num_samples=num_samples, params=params, **options
+        request_id=name,
+        prompt=np.asarray(prompt),
+        sampler_id=sampler_id,
+        num_samples=num_samples,
+        params=params,
+        **options,
     )
 
 
@@ -114,7 +119,9 @@ def test_samples_without_a_seed_differ(llama):
 
 
 def test_temperature_zero_takes_the_likeliest_token_and_reports_temperature_one(llama):
-    result = finish(make_sampler(llama), request("r", prompt_of(9), temperature=0, max_tokens=6, topk_sample_logprobs=3))["r"]
+    result = finish(
+        make_sampler(llama), request("r", prompt_of(9), temperature=0, max_tokens=6, topk_sample_logprobs=3)
+    )["r"]
     (sequence,) = result.sequences
     assert sequence.tokens.tolist() == sequence.topk_logprobs.token_ids[:, 0].tolist()
     expected = trainer_logprobs(llama, np.concatenate([prompt_of(9), sequence.tokens]))[8:]
@@ -139,7 +146,9 @@ def test_draws_follow_the_distribution(llama):
     """2,000 draws against the probabilities they come from: chi-square of the ten likeliest tokens."""
     prompt = prompt_of(4)
     sampler = make_sampler(llama, most_rows=4096)
-    result = finish(sampler, request("r", prompt, None, 2000, max_tokens=1, temperature=0.7, topk_sample_logprobs=10))["r"]
+    result = finish(sampler, request("r", prompt, None, 2000, max_tokens=1, temperature=0.7, topk_sample_logprobs=10))[
+        "r"
+    ]
     top = result.sequences[0].topk_logprobs
     drawn = np.array([s.tokens[0] for s in result.sequences])
     expected = 2000 * np.exp(top.logprobs[0])

@@ -155,7 +155,9 @@ def test_forward_only_scores_and_leaves_no_gradient():
 def test_gradients_accumulate_as_sums():
     model, _ = open_pair("llama")
     adapter = make_adapter(model)
-    work = Work(checked([make_datum("cross_entropy", 9, 0, model.vocab_size)], "cross_entropy", model.vocab_size), adapter)
+    work = Work(
+        checked([make_datum("cross_entropy", 9, 0, model.vocab_size)], "cross_entropy", model.vocab_size), adapter
+    )
     run(model, [work])
     once = {name: (a.clone(), b.clone()) for name, (a, b) in adapter.grads.items()}
     run(model, [work])
@@ -193,7 +195,10 @@ def test_an_overflowing_operation_fails_alone():
 
 def test_moe_layers_report_their_balance():
     model, _ = open_pair("qwen3_moe")
-    work = Work(checked([make_datum("cross_entropy", 30, 0, model.vocab_size)], "cross_entropy", model.vocab_size), make_adapter(model))
+    work = Work(
+        checked([make_datum("cross_entropy", 30, 0, model.vocab_size)], "cross_entropy", model.vocab_size),
+        make_adapter(model),
+    )
     (result,) = run(model, [work])
     names = {name for name in result.metrics if name.startswith("e_")}
     assert names == {

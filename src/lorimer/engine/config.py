@@ -1,6 +1,6 @@
 """The settings of one engine process; it is sent to the worker as its first message. Does not import torch."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -33,6 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("num_threads", "memory_bytes", "max_context", "token_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a number of at least 0 is accepted")
+        for name, kind in (("device", Device), ("dtype", Dtype)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; {', '.join(get_args(kind))} are accepted")
         if self.max_sampling_rows < 1:
             raise ValueError(f"max_sampling_rows is {self.max_sampling_rows!r}; at least 1 is accepted")
         if not self.model:

@@ -3,6 +3,7 @@
 Does not import torch.
 """
 
+import contextlib
 import select
 import socket
 import threading
@@ -16,6 +17,9 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
+        # Not select(), which refuses descriptors above 1023; a busy server has more.
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     def send(self, data: bytes) -> None:
         with self._sending:
@@ -28,7 +32,7 @@ class Connection:
 
     def has_message(self) -> bool:
         """Whether ``receive`` would find something, or the end, at once."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return bool(self._poll.poll(0))
 
     def _read(self, size: int) -> bytearray | None:
         data = bytearray(size)
@@ -36,7 +40,7 @@ class Connection:
         while filled < size:
             try:
                 count = self._socket.recv_into(view[filled:])
-            except (ConnectionResetError, OSError):
+            except OSError:
                 return None
             if count == 0:
                 return None
@@ -44,8 +48,6 @@ class Connection:
         return data
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()

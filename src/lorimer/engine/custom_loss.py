@@ -45,7 +45,7 @@ _CONSTANTS: Mapping[Any, Mapping[Any, Any]] = {
     "layout": {"strided": torch.strided},
     "memory_format": {name: getattr(torch, name) for name in ("contiguous_format", "preserve_format")},
 }
-_CALL_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError)
+_CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,14 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from lorimer.engine import checkpoints, optim
 from lorimer.engine.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.custom_loss import CustomLoss
 from lorimer.engine.device import open_device, used_bytes
+from lorimer.engine.lora import ALPHA
 from lorimer.engine.memory import find_token_budget
 from lorimer.engine.messages import (
     CreateRun,
@@ -38,7 +41,7 @@ from lorimer.engine.sampling import Sampler
 from lorimer.engine.sources import resolve
 from lorimer.engine.training import Trainer, Work
 from lorimer.engine.validation import check_operation, check_sample
-from lorimer.errors import InvalidInput, LorimerError, NotFound
+from lorimer.errors import InvalidInput, NotFound
 
 Progress = Callable[[str, float | None], None]
 
@@ -54,13 +57,15 @@ class Engine:
         report("choosing device and precision", None)
         device = open_device(config)
         report(f"loading {source.name}", None)
+        used_before = used_bytes(device.torch)
         self.model = load_model(source.directory, device, source.name)
         if config.max_context > self.model.max_context:
             raise InvalidInput(f"max_context {config.max_context} is more than the model's {self.model.max_context}")
         self.model.max_context = config.max_context or self.model.max_context
         self.tokenizer = load_tokenizer(source.directory)
         self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
-        memory = device.memory_bytes
+        # What was free at start is what the base weights were loaded into.
+        memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.torch) - used_before))
         budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
         self.trainer = Trainer(self.model, budget)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
@@ -69,7 +74,9 @@ class Engine:
         )
         self._new_seed = new_seed
         self._runs: dict[str, Adapter] = {}
-        self._samplers: dict[str, FrozenAdapter] = {}
+        self._samplers: dict[str, tuple[int, FrozenAdapter]] = {}
+        """By name, the weights and their number; a name may come again with other weights, a number never does."""
+        self._num_frozen = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -94,14 +101,17 @@ class Engine:
         if command.model_id in self._runs:
             raise InvalidInput(f"run {command.model_id!r} exists already")
         optim.check_optimizer(command.optimizer)
+        lora = command.lora
+        if lora.seed is None:
+            lora = msgspec.structs.replace(lora, seed=self._new_seed(63))
         self._runs[command.model_id] = create_adapter(
-            self.model.targets, command.lora, command.optimizer, self.model.device.torch
+            self.model.targets, lora, command.optimizer, self.model.device.torch
         )
         return StateResult()
 
-    def train(self, operations: list[ForwardBackward], between_passes: Callable[[], None] | None = None) -> list[
-        TrainResult | Exception
-    ]:
+    def train(
+        self, operations: list[ForwardBackward], between_passes: Callable[[], None] | None = None
+    ) -> list[TrainResult | Exception]:
         """Compute operations together; those that are refused or fail do so alone."""
         outcomes: list[TrainResult | Exception | None] = [None] * len(operations)
         batch: list[tuple[int, Work]] = []
@@ -114,7 +124,7 @@ class Engine:
                     custom_losses=self.trainer.custom_losses,
                 )
                 batch.append((i, Work(checked, self._run(operation.model_id))))
-            except LorimerError as error:
+            except Exception as error:
                 outcomes[i] = error
         results = self.trainer.run([work for _, work in batch], between_passes) if batch else []
         for (i, _), result in zip(batch, results, strict=True):
@@ -133,7 +143,7 @@ class Engine:
         size = checkpoints.save(
             run,
             self.model.targets,
-            Path(command.directory),
+            command.directory,
             base_model=self.model.name,
             weights_only=command.weights_only,
         )
@@ -141,7 +151,7 @@ class Engine:
 
     def load_state(self, command: LoadState) -> StateResult:
         run = self._run(command.model_id)
-        checkpoints.load(run, self.model.targets, Path(command.directory), optimizer=command.optimizer)
+        checkpoints.load(run, self.model.targets, command.directory, optimizer=command.optimizer)
         return StateResult(step=run.step)
 
     def drop_run(self, command: DropRun) -> StateResult:
@@ -157,21 +167,26 @@ class Engine:
     # ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
     def publish_sampler(self, command: PublishSampler) -> StateResult:
-        self._refuse_known_sampler(command.sampler_id)
         run = self._run(command.model_id)
-        self._samplers[command.sampler_id] = snapshot(run)
+        self._add_sampler(command.sampler_id, lambda: snapshot(run))
         return StateResult(step=run.step)
 
     def load_sampler(self, command: LoadSampler) -> StateResult:
-        self._refuse_known_sampler(command.sampler_id)
-        directory = Path(command.directory)
+        self._add_sampler(command.sampler_id, lambda: self._load_frozen(command.directory))
+        return StateResult()
+
+    def _load_frozen(self, directory: str) -> FrozenAdapter:
         config = checkpoints.read_config(directory)
         weights = checkpoints.load_weights(directory, self.model.targets, config)
         on = self.model.device.torch
-        self._samplers[command.sampler_id] = FrozenAdapter(
-            {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}, config.rank, 32 / config.rank
-        )
-        return StateResult()
+        pairs = {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}
+        return FrozenAdapter(pairs, config.rank, ALPHA / config.rank)
+
+    def _add_sampler(self, sampler_id: str, freeze: Callable[[], FrozenAdapter]) -> None:
+        if not sampler_id or sampler_id in self._samplers:
+            raise InvalidInput(f"sampler id {sampler_id!r} is taken or empty; samplers are never replaced")
+        self._samplers[sampler_id] = self._num_frozen, freeze()
+        self._num_frozen += 1
 
     def drop_sampler(self, command: DropSampler) -> StateResult:
         self._find_sampler(command.sampler_id)
@@ -181,18 +196,17 @@ class Engine:
     def add_sample(self, request: SampleRequest) -> None:
         """Take a request; ``sampler.step`` will answer it."""
         check_sample(request, vocab_size=self.model.vocab_size, max_context=self.model.max_context)
-        adapter = None if request.sampler_id is None else self._find_sampler(request.sampler_id)
-        self.sampler.add(request, adapter)
+        if request.sampler_id is None:
+            self.sampler.add(request, None)
+        else:
+            # The sampler keeps computed prompts by this id, so it must stand for one set of weights for ever.
+            number, adapter = self._find_sampler(request.sampler_id)
+            self.sampler.add(msgspec.structs.replace(request, sampler_id=f"{number}"), adapter)
 
-    def _find_sampler(self, sampler_id: str) -> FrozenAdapter:
+    def _find_sampler(self, sampler_id: str) -> tuple[int, FrozenAdapter]:
         if sampler_id not in self._samplers:
             raise NotFound(f"there is no sampler {sampler_id!r}")
         return self._samplers[sampler_id]
-
-    def _refuse_known_sampler(self, sampler_id: str) -> None:
-        # A name never changes its weights: cached prompts are keyed by it.
-        if not sampler_id or sampler_id in self._samplers:
-            raise InvalidInput(f"sampler id {sampler_id!r} is taken or empty; samplers are never replaced")
 
     def status(self) -> Status:
         return Status(

@@ -117,8 +117,9 @@ class Slab:
         """A new row that begins as a copy of ``prompt``; answers its number."""
         row, length = len(self.lengths), prompt.length
         if not self._layers:
-            self._layers = [(k.new_zeros(0, len(k), 0, k.shape[2]), v.new_zeros(0, len(v), 0, v.shape[2]))
-                            for k, v in prompt.layers]
+            self._layers = [
+                (k.new_zeros(0, len(k), 0, k.shape[2]), v.new_zeros(0, len(v), 0, v.shape[2])) for k, v in prompt.layers
+            ]
         self._reserve(row + 1, length + 1)
         for caches, sources in zip(self._layers, prompt.layers, strict=True):
             for cache, source in zip(caches, sources, strict=True):

@@ -26,9 +26,7 @@ def activation_bytes_per_token(model: BaseModel) -> float:
 
     The second share is for what the backward pass itself holds for a moment.
     """
-    adapter = create_adapter(
-        model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.torch
-    )
+    adapter = create_adapter(model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.torch)
     frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
     kept: dict[int, int] = {}
 

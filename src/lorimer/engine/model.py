@@ -7,6 +7,7 @@ reason. Losses, sampling and the choice of batches are left to others.
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from lorimer.engine.attention import group_sequences, packed_attention
 from lorimer.engine.batch import Pass, PassSlot
 from lorimer.engine.device import Device
 from lorimer.engine.experts import packed_experts
+from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows
 from lorimer.engine.lora import LoraTarget, find_targets
 from lorimer.engine.norms import replace_norms
@@ -76,7 +78,11 @@ class BaseModel:
             reference = _reference_logits(model, probe, device.torch)
             self._inject(model)
             self.logit_map = LogitMap()
-            self._check(probe, reference)
+            try:
+                self._check(probe, reference)
+            except (AttributeError, RuntimeError, TypeError) as error:
+                # Models that compute their attention themselves stumble over the mask they are not given.
+                raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
 
     def _inject(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
@@ -117,25 +123,39 @@ class BaseModel:
             self.slot.current = Pass([])
         return output.last_hidden_state[0]
 
-    def embedding_dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
-
     def _check(self, probe: list[Tensor], reference: Tensor) -> None:
-        """Compare a packed pass with the model's own, and learn what it does to its logits."""
-        lengths = [len(p) for p in probe]
+        """Compare a packed and a cached pass with the model's own, and learn what it does to its logits."""
+        lengths, on = [len(p) for p in probe], self.device.torch
         groups = group_sequences(lengths, [0, lengths[0]], most_waste=0)
-        tokens, positions = torch.cat(probe), torch.cat([torch.arange(n) for n in lengths])
-        on = self.device.torch
-        hidden = self.hidden(tokens.to(on), positions.to(on), Pass([], groups=groups))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        hidden = self.hidden(torch.cat(probe).to(on), positions.to(on), Pass([], groups=groups))
+        cached = self.head.multiply(self._hidden_by_cache(probe[0].to(on))).float()
         raw = self.head.multiply(hidden).float()
         self.logit_map = _find_logit_map(raw, reference, self.config)
-        difference = (self.logit_map.apply_(raw).log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        pairs = ((raw, reference), (cached, reference[lengths[0] - 1 : lengths[0]]))
+        difference = max(
+            (self.logit_map.apply_(ours).log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+            for ours, theirs in pairs
+        )
         if not difference <= _TOLERANCE[self.device.dtype]:
             raise ModelRefused(
-                f"{self.architecture} cannot be packed: two sequences computed together differ from each computed"
+                f"{self.architecture} cannot be packed: sequences computed together differ from each computed"
                 f" alone by {difference:.3g} in log probability. It uses something besides causal attention over"
                 " positions (a recurrent state, a mask or an attention function of its own)."
             )
+
+    def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
+        """Hidden state of the last token, the others coming from a key/value cache."""
+        length, cache, slab = len(tokens), PromptCache(len(tokens)), Slab(1 << 20)
+        positions = torch.arange(length, device=tokens.device)
+        prefill = PrefillAttention([PrefillSpan(0, length - 1, cache)])
+        self.hidden(tokens[:-1], positions[:-1], Pass([], cache=prefill))
+        prefill.finish()
+        if not cache.layers:
+            raise ModelRefused(f"{self.architecture} does not use transformers' attention interface")
+        slab.add(cache)
+        decode = DecodeAttention(slab, torch.zeros(1, dtype=torch.long, device=tokens.device))
+        return self.hidden(tokens[-1:], positions[-1:], Pass([], cache=decode))
 
 
 def register_implementations() -> None:
@@ -266,8 +286,6 @@ def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[...
 
 def _clock(function: Callable[[], object]) -> float:
     """Best of a few short timings, in seconds."""
-    import time
-
     function()
     best = float("inf")
     for _ in range(5):

@@ -1,21 +1,25 @@
 """The door to an engine: starts its process, carries commands in and results out, notices its death.
 
-Every command gives a future; the process runs until ``close``. Nothing here imports torch, so the API process that
-owns the door stays light.
+Every command gives a future; the process runs until ``close``. Nothing here waits for the engine but ``close``, so
+commands may be sent from an event loop or from the callback of a future. Nothing here imports torch, so the API
+process that owns the door stays light.
 """
 
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 import msgspec
 
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.connection import Connection
 from lorimer.engine.messages import (
+    Cancel,
     Command,
     Done,
     Failed,
@@ -27,6 +31,7 @@ from lorimer.engine.messages import (
     SampleProgress,
     Shutdown,
     TrainBatch,
+    decode_command,
     decode_reply,
     encode,
 )
@@ -50,12 +55,17 @@ class EngineProcess:
         self._on_event = on_event or (lambda event: None)
         self._lock = threading.Lock()
         self._pending: dict[str, Future[Result]] = {}
-        self._died: EngineDied | None = None
-        self.ready: Future[ModelInfo] = Future()
+        self._death: str | None = None
+        self._reason = ""
+        """Why the process is about to end, if it is known."""
+        self.ready: Future[ModelInfo] = _future()
         """Resolves when the model is loaded, or fails with the reason it cannot be."""
-        self._connection.send(msgspec.msgpack.encode(config))
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._outbox.put(msgspec.msgpack.encode(config))
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._reader.start()
+        self._writer.start()
 
     @property
     def pid(self) -> int:
@@ -63,72 +73,95 @@ class EngineProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._died is None
+        return self._death is None
 
     def submit(self, command: Command) -> "Future[Result]":
         """Send a command that has a ``request_id``; its future fails with an error of ``lorimer.errors``."""
-        return self._send(command, [command.request_id])[0]  # type: ignore[union-attr]
+        if isinstance(command, TrainBatch | Cancel | Shutdown):
+            raise TypeError(f"{type(command).__name__} is not submitted; there are train(), cancel() and close()")
+        return self._send(command, [command.request_id])[0]
 
     def train(self, batch: TrainBatch) -> "list[Future[Result]]":
         """Send a batch; one future for each operation, in order."""
         return self._send(batch, [operation.request_id for operation in batch.operations])
 
+    def cancel(self, request_id: str) -> None:
+        """Give a sample up: its future fails with ``Cancelled``, unless the result is already on its way."""
+        self._outbox.put(encode(Cancel(request_id=request_id)))
+
     def _send(self, command: Command, request_ids: list[str]) -> "list[Future[Result]]":
-        data = encode(command)
-        futures: list[Future[Result]] = [Future() for _ in request_ids]
-        with self._lock:
-            if self._died is not None:
-                raise self._died
-            taken = [i for i in request_ids if i in self._pending]
-            if taken or len(set(request_ids)) < len(request_ids):
-                raise InvalidInput(f"request id {(taken or request_ids)[0]!r} is already under way")
-            self._pending.update(zip(request_ids, futures, strict=True))
         try:
-            self._connection.send(data)
-        except OSError:
-            self._fail_pending()
+            data = encode(command)
+            decode_command(data)  # what the engine could not read must not reach it
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidInput(f"{type(command).__name__} cannot be sent: {error}") from error
+        futures: list[Future[Result]] = [_future() for _ in request_ids]
+        with self._lock:
+            if self._death is not None:
+                raise EngineDied(self._death)
+            if not all(request_ids) or len(set(request_ids)) < len(request_ids):
+                raise InvalidInput(f"request ids {request_ids!r} hold an empty one or one twice; others are accepted")
+            if taken := self._pending.keys() & request_ids:
+                raise InvalidInput(f"request id {min(taken)!r} is under way; it is accepted again once it is answered")
+            self._pending.update(zip(request_ids, futures, strict=True))
+            self._outbox.put(data)
         return futures
 
+    def _write(self) -> None:
+        while (data := self._outbox.get()) is not None:
+            try:
+                self._connection.send(data)
+            except OSError:  # the reader finds the same, and says so
+                return
+
     def _read(self) -> None:
-        while (data := self._connection.receive()) is not None:
-            self._handle(decode_reply(data))
+        try:
+            while (data := self._connection.receive()) is not None:
+                self._take(decode_reply(data))
+        except Exception as error:  # it speaks another language, as after an upgrade under a running server
+            self._reason = f": its reply makes no sense: {type(error).__name__}: {error}"
+            self._process.kill()
         self._fail_pending()
 
-    def _handle(self, reply: Reply) -> None:
-        if isinstance(reply, Done | Failed):
-            with self._lock:
-                future = self._pending.pop(reply.request_id, None)
-            if reply.request_id == "" and isinstance(reply, Failed):
-                self.ready.set_exception(_error(reply))
-            elif future is not None:
-                if isinstance(reply, Done):
-                    future.set_result(reply.result)
-                else:
-                    future.set_exception(_error(reply))
-        elif isinstance(reply, Ready):
+    def _take(self, reply: Reply) -> None:
+        if isinstance(reply, Ready):
             self.ready.set_result(reply.info)
+        elif isinstance(reply, Failed) and not reply.request_id:
+            self._reason = f": {reply.error}"
+            self.ready.set_exception(_error(reply))
+        elif isinstance(reply, Done | Failed):
+            with self._lock:
+                future = self._pending.pop(reply.request_id)
+            if isinstance(reply, Done):
+                future.set_result(reply.result)
+            else:
+                future.set_exception(_error(reply))
         else:
-            self._on_event(reply)
+            try:
+                self._on_event(reply)
+            except Exception:  # the caller's, and no reason to leave all others without answers
+                traceback.print_exc()
 
     def _fail_pending(self) -> None:
-        code = self._process.wait()
-        error = EngineDied(f"the engine process {self.pid} ended with code {code}")
+        death = f"the engine process {self.pid} ended with code {self._process.wait()}{self._reason}"
         with self._lock:
-            self._died = error
+            self._death = death
             pending, self._pending = self._pending, {}
+        self._outbox.put(None)
         if not self.ready.done():
-            self.ready.set_exception(error)
+            self.ready.set_exception(EngineDied(death))
         for future in pending.values():
-            future.set_exception(error)
+            future.set_exception(EngineDied(death))
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Let the pass under way end, then stop the process; one that does not listen is killed."""
+        self._outbox.put(encode(Shutdown()))
         try:
-            self._connection.send(encode(Shutdown()))
             self._process.wait(timeout_seconds)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._process.kill()
         self._reader.join()
+        self._writer.join()
         self._connection.close()
 
     def __enter__(self) -> "EngineProcess":
@@ -136,6 +169,13 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _future() -> Future:  # type: ignore[type-arg]
+    """A future that its owner cannot cancel: the engine answers it in any case."""
+    future: Future[object] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _error(reply: Failed) -> Exception:

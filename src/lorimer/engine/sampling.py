@@ -266,7 +266,9 @@ class Sampler:
     def _preempt(self) -> None:
         """Let the newest sequences wait until the others have room for one more token."""
         while not self._slab.can_step():
-            newest = max(range(len(self._rows)), key=lambda row: (len(self._requests), -len(self._rows[row].tokens), row))
+            newest = max(
+                range(len(self._rows)), key=lambda row: (len(self._requests), -len(self._rows[row].tokens), row)
+            )
             sequence = self._rows[newest]
             self._free(newest)
             tokens = np.concatenate([np.asarray(sequence.request.message.prompt, np.int64), sequence.tokens])

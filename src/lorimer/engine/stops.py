@@ -23,7 +23,9 @@ class Stop:
         if stop is None or wanted:
             self._ids.update(eos_token_ids)
         if self._strings and tokenizer is None:
-            raise InvalidInput(f"stop strings {self._strings!r} need a tokenizer, and this model has none; use token ids")
+            raise InvalidInput(
+                f"stop strings {self._strings!r} need a tokenizer, and this model has none; use token ids"
+            )
         self._tokenizer = tokenizer
         # Every token adds at least a byte; some more, so that the first ones decode in context.
         self._window = max((len(s.encode()) for s in self._strings), default=0) + 4

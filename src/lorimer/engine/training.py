@@ -74,9 +74,7 @@ class Trainer:
         self.num_tokens = 0
         self._head = Head(model)
 
-    def run(
-        self, batch: list[Work], between_passes: Callable[[], None] | None = None
-    ) -> list[TrainResult | Exception]:
+    def run(self, batch: list[Work], between_passes: Callable[[], None] | None = None) -> list[TrainResult | Exception]:
         """Results in the order of ``batch``; an operation that cannot be done fails alone and changes nothing.
 
         ``between_passes`` may use the model, but not the runs of the batch.
@@ -248,9 +246,7 @@ def _slices(
     return slices
 
 
-def _blocks(
-    sequences: list[_Sequence], starts: list[int], batch: list[Work]
-) -> list[tuple[list[_Sequence], slice]]:
+def _blocks(sequences: list[_Sequence], starts: list[int], batch: list[Work]) -> list[tuple[list[_Sequence], slice]]:
     """Neighbours that are scored together: those of one operation, where positions are scored alone."""
 
     def key(i: int) -> tuple[int, ...]:

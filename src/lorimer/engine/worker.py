@@ -1,16 +1,18 @@
 """The engine process: takes commands, runs the next piece of training or sampling, replies. Nothing polls or sleeps.
 
 Training commands run in the order they came; samples join the running batch at once. When both wait, each gets the
-time the other used: after every training pass the sampler runs about as long, so neither starves.
+time the other used: after every training pass the sampler runs about as long, so neither starves. A training batch
+that is under way when the worker is told to stop is given up; it has changed nothing yet.
 """
 
+import contextlib
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -39,10 +41,15 @@ from lorimer.engine.messages import (
     SaveState,
     Shutdown,
     TrainBatch,
+    TrainResult,
     decode_command,
     encode,
 )
 from lorimer.errors import LorimerError
+
+
+class _Closing(BaseException):
+    """There is nobody left to train for; no error, so nothing on the way may take it for one."""
 
 
 class Worker:
@@ -50,6 +57,7 @@ class Worker:
         self._engine, self._connection = engine, connection
         self._commands: deque[Command] = deque()
         self._is_closing = False
+        self._work_began = 0.0
         self._handlers: dict[type, Callable[..., Result]] = {
             CreateRun: engine.create_run,
             OptimStep: engine.optim_step,
@@ -65,12 +73,15 @@ class Worker:
     def run(self) -> None:
         """Serve until told to stop or the other end is gone."""
         sampler = self._engine.sampler
-        while not self._is_closing:
-            self._receive(wait=not self._commands and sampler.is_idle)
-            if self._commands and not self._is_closing:
-                self._sample_as_long(self._run_command)
-            elif not sampler.is_idle:
-                self._sample()
+        with contextlib.suppress(_Closing):
+            while not self._is_closing:
+                self._receive(wait=not self._commands and sampler.is_idle)
+                if self._commands and not self._is_closing:
+                    self._work_began = time.perf_counter()
+                    self._run_command()
+                    self._sample_as_long()
+                elif not sampler.is_idle:
+                    self._sample()
 
     def _receive(self, wait: bool) -> None:
         """Take what has arrived; with ``wait``, at least one message."""
@@ -89,9 +100,9 @@ class Worker:
             self._answer_error(command.request_id, lambda: self._engine.add_sample(command))
         elif isinstance(command, Cancel):
             if self._engine.sampler.cancel(command.request_id):
-                self._send(Failed(request_id=command.request_id, category="cancelled", error="cancelled by the client"))
+                self.send(Failed(request_id=command.request_id, category="cancelled", error="cancelled by the client"))
         elif isinstance(command, GetStatus):
-            self._send(Done(request_id=command.request_id, result=self._engine.status()))
+            self.send(Done(request_id=command.request_id, result=self._engine.status()))
         else:
             self._commands.append(command)
 
@@ -102,28 +113,31 @@ class Worker:
             return
         handler = self._handlers[type(command)]
         request_id: str = command.request_id  # type: ignore[union-attr]
-        self._answer_error(request_id, lambda: self._send(Done(request_id=request_id, result=handler(command))))
+        self._answer_error(request_id, lambda: self.send(Done(request_id=request_id, result=handler(command))))
 
     def _train(self, batch: TrainBatch) -> None:
-        self._pass_began = time.perf_counter()
-        results = self._engine.train(batch.operations, self._between_passes)
+        results: Sequence[TrainResult | Exception]
+        try:
+            results = self._engine.train(batch.operations, self._between_passes)
+        except Exception as error:  # of nobody in particular; gradients are handed over only by a batch that succeeds
+            results = [error] * len(batch.operations)
         for operation, result in zip(batch.operations, results, strict=True):
             if isinstance(result, Exception):
-                self._send(_failure(operation.request_id, result))
+                self.send(_failure(operation.request_id, result))
             else:
-                self._send(Done(request_id=operation.request_id, result=result))
+                self.send(Done(request_id=operation.request_id, result=result))
 
     def _between_passes(self) -> None:
-        """Called by the trainer after each pass: sampling gets as long as the pass took."""
+        """Called by the trainer after a pass."""
         self._receive(wait=False)
-        self._sample_for(time.perf_counter() - self._pass_began)
-        self._pass_began = time.perf_counter()
+        self._sample_as_long()
+        if self._is_closing:
+            raise _Closing
 
-    def _sample_as_long(self, work: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        work()
-        if not self._commands or not self._engine.sampler.is_idle:
-            self._sample_for(min(time.perf_counter() - start, 1.0))
+    def _sample_as_long(self) -> None:
+        """Give sampling the time that other work has had since it last had its own."""
+        self._sample_for(time.perf_counter() - self._work_began)
+        self._work_began = time.perf_counter()
 
     def _sample_for(self, seconds: float) -> None:
         stop = time.perf_counter() + seconds
@@ -138,15 +152,16 @@ class Worker:
             traceback.print_exc()
             replies = self._engine.sampler.fail_all(f"sampling failed: {type(error).__name__}: {error}")
         for reply in replies:
-            self._send(reply)
+            self.send(reply)
 
     def _answer_error(self, request_id: str, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            self._send(_failure(request_id, error))
+            self.send(_failure(request_id, error))
 
-    def _send(self, reply: Reply) -> None:
+    def send(self, reply: Reply) -> None:
+        """Answer; with nobody left at the other end, stop."""
         try:
             self._connection.send(encode(reply))
         except OSError:
@@ -175,10 +190,12 @@ def main(descriptor: int) -> None:
     try:
         engine = Engine(msgspec.msgpack.decode(data, type=EngineConfig), report)
     except Exception as error:
-        connection.send(encode(_failure("", error)))
+        with contextlib.suppress(OSError):
+            connection.send(encode(_failure("", error)))
         sys.exit(1)
-    connection.send(encode(Ready(info=engine.info)))
-    Worker(engine, connection).run()
+    worker = Worker(engine, connection)
+    worker.send(Ready(info=engine.info))
+    worker.run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Draws, truncation and seeds on distributions small enough to know the answer."""
+
+import numpy as np
+import pytest
+import torch
+
+from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+
+
+def drawn(probabilities, numbers, temperature=1.0, top_k=-1, top_p=1.0):
+    logprobs = torch.tensor([probabilities] * len(numbers)).log()
+    rules = DrawRules.of([(temperature, top_k, top_p)] * len(numbers), logprobs.device)
+    return draw(logprobs, rules, np.array(numbers)).tolist()
+
+
+def test_a_number_picks_the_token_whose_share_of_the_unit_interval_it_falls_in():
+    assert drawn([0.2, 0.0, 0.5, 0.3], [0.0, 0.19, 0.21, 0.69, 0.71, 0.999999]) == [0, 0, 2, 2, 3, 3]
+
+
+def test_a_token_without_probability_is_never_drawn_even_at_the_ends():
+    assert drawn([0.0, 1.0, 0.0], [0.0, 1 - 2**-53]) == [1, 1]
+
+
+def test_vocabularies_larger_than_a_block_are_covered():
+    probabilities = torch.full((1000,), 1e-9)
+    probabilities[[3, 255, 256, 999]] = 0.25
+    assert drawn(probabilities.tolist(), [0.1, 0.4, 0.6, 0.9]) == [3, 255, 256, 999]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [(2, 1.0, {0, 1}), (-1, 0.5, {0, 1}), (-1, 0.39, {0}), (3, 0.99, {0, 1, 2}), (1, 0.1, {0}), (0, 1.0, {0, 1, 2, 3})],
+)
+def test_truncation_keeps_the_likeliest(top_k, top_p, expected):
+    numbers = np.linspace(0, 0.9999, 200)
+    assert set(drawn([0.4, 0.3, 0.2, 0.1], numbers, top_k=top_k, top_p=top_p)) == expected
+
+
+def test_temperature_zero_takes_the_largest_whatever_the_number():
+    assert drawn([0.3, 0.4, 0.3], [0.0, 0.5, 0.99], temperature=0) == [1, 1, 1]
+
+
+def test_scaling_by_temperature():
+    logits = torch.tensor([[1.0, 2.0, 4.0]] * 3)
+    scaled = scaled_logprobs(logits.clone(), torch.tensor([1.0, 0.5, 0.0]))
+    for row, divisor in enumerate((1.0, 0.5, 1.0)):
+        assert torch.allclose(scaled[row], (logits[row] / divisor).log_softmax(-1), atol=1e-6)
+
+
+def test_a_vanishing_temperature_stays_finite_where_it_matters():
+    scaled = scaled_logprobs(torch.tensor([[1.0, 2.0]]), torch.tensor([1e-40]))
+    assert scaled[0, 1] == 0
+
+
+def test_uniforms_are_uniform_and_repeatable():
+    numbers = uniforms([5] * 10_000, list(range(10_000)))
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = np.histogram(numbers, 10, (0, 1))[0]
+    assert abs(counts - 1000).max() < 130
+    assert (numbers == uniforms([5] * 10_000, list(range(10_000)))).all()
+    assert (numbers != uniforms([6] * 10_000, list(range(10_000)))).all()
+    # The same on every machine: written down once.
+    assert uniforms([0, 1], [0, 0]).tolist() == pytest.approx([0.28176129772258496, 0.8628561488610587], abs=0)
+
+
+def test_seeds_of_siblings_differ():
+    seeds = {derive_seed(seed, index) for seed in range(50) for index in range(50)}
+    assert len(seeds) == 2500
+    assert derive_seed(-1, 0) == derive_seed(2**64 - 1, 0)
+
+
+def test_best_tokens_come_in_order():
+    tokens, values = best(torch.tensor([[0.1, 0.5, 0.4]]).log(), 2)
+    assert tokens.tolist() == [[1, 2]]
+    assert values.exp().tolist() == [pytest.approx([0.5, 0.4])]
