@@ -184,7 +184,7 @@ def pretrain(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> tu
     short_rows = packed_rows(tokenizer, args.seed, ROW_LENGTH)
     long_rows = packed_rows(tokenizer, args.seed + 1, CONTEXT)
     num_tokens, started, smooth = 0, time.monotonic(), 0.0
-    num_steps = args.stop or args.steps
+    num_steps = min(args.stop, args.steps)
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
@@ -261,7 +261,7 @@ def accuracy(model: Any, tokenizer: Any, pairs: list[Question], sampled: bool) -
 
 
 @torch.no_grad()
-def perplexity(model: Any, tokenizer: Any, num_rows: int = 64) -> float:
+def perplexity(model: Any, tokenizer: Any, num_rows: int = 16) -> float:
     """Per token, on documents of a seed that is never trained on."""
     rows = list(itertools.islice(packed_rows(tokenizer, HELD_OUT_TEXT_SEED, 512), num_rows))
     losses = [batch_loss(model, batch_tensors(rows[i : i + 8], 512)).item() for i in range(0, num_rows, 8)]
@@ -298,14 +298,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=BUNDLED, help="directory of the model files (default: the bundled)")
     parser.add_argument("--score", action="store_true", help="measure the files in --out instead of training")
+    parser.add_argument("--seed", type=int, default=0, help="of the text and the initial weights")
     parser.add_argument(
-        "--learn", choices=["sums", "name"], help="fine-tune the files in --out with LoRA, write nothing"
+        "--steps", type=int, default=1700, help="length of the learning-rate schedule, in steps of 2048 tokens"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the text, the initial weights and the fine-tuning")
-    parser.add_argument(
-        "--steps", type=int, default=2000, help="length of the learning-rate schedule, in steps of 2048 tokens"
-    )
-    parser.add_argument("--stop", type=int, help="end after so many of the steps: tiny is left half-taught on purpose")
+    parser.add_argument("--stop", type=int, default=940, help="steps after which to end, half-taught on purpose")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="number of layers")
@@ -342,7 +339,7 @@ def write(args: argparse.Namespace) -> None:
     use_portable_class(args.out / "tokenizer_config.json")
     training = {
         "seed": args.seed,
-        "steps": args.steps,
+        "steps": min(args.stop, args.steps),
         "tokens": num_tokens,
         "seconds": round(time.monotonic() - started),
     }

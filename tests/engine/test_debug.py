@@ -49,14 +49,15 @@ def digest(directory: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(directory.iterdir()))).hexdigest()
 
 
-def test_the_same_arguments_give_the_same_files_whatever_the_global_seed(tmp_path):
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss"])
+def test_the_same_arguments_give_the_same_files_whatever_the_global_seed(tmp_path, architecture):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    make_debug_model(tmp_path / "a", seed=7)
+    make_debug_model(tmp_path / "a", architecture=architecture, seed=7)
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(2)
-    make_debug_model(tmp_path / "b", seed=7)
-    make_debug_model(tmp_path / "c", seed=8)
+    make_debug_model(tmp_path / "b", architecture=architecture, seed=7)
+    make_debug_model(tmp_path / "c", architecture=architecture, seed=8)
     assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
 
 

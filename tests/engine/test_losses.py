@@ -183,7 +183,7 @@ def test_zero_advantage_silences_an_infinite_ratio(name):
 
 
 def test_overflowing_ratio_is_shown_and_metrics_stay_finite():
-    inputs = {"logprobs": torch.tensor([-500.0]), "advantages": torch.tensor([1.0])}
+    inputs = {"logprobs": torch.tensor([-2000.0]), "advantages": torch.tensor([1.0])}
     value, gradient, _ = evaluate(LOSSES["importance_sampling"], torch.tensor([-1.0]), inputs, {})
     assert value.item() == -math.inf and gradient.item() == -math.inf
     value, gradient, metrics = evaluate(LOSSES["ppo"], torch.tensor([-1.0]), inputs, {})
@@ -224,6 +224,12 @@ def test_metrics_are_over_positions_with_an_advantage():
         },
         rel=1e-6,
     )
+
+
+def test_clip_fraction_of_cispo_leaves_out_positions_without_advantage():
+    inputs = {"logprobs": torch.tensor([-9.0, -9.0, -1.0]), "advantages": torch.tensor([0.0, -1.0, 1.0])}
+    _, _, metrics = evaluate(LOSSES["cispo"], -torch.ones(3), inputs, {})
+    assert metrics.finalise()["clip_fraction:mean"] == 0.5
 
 
 def test_mean_over_no_position_is_left_out():

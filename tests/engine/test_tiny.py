@@ -108,7 +108,7 @@ def test_scores_are_what_the_weights_reach(tiny):
         # Other machines round differently, which turns near ties only.
         assert greedy["exact"] == pytest.approx(SCORES[name]["greedy"]["exact"], abs=0.02)
         assert greedy["ended"] >= 0.98
-    assert perplexity(model, tokenizer, num_rows=64) == pytest.approx(SCORES["perplexity"], rel=1e-3)
+    assert perplexity(model, tokenizer) == pytest.approx(SCORES["perplexity"], rel=1e-3)
 
 
 def test_strength_leaves_room_to_learn():
@@ -123,16 +123,17 @@ def test_documents_depend_on_the_seed_only():
     assert first == list(islice(documents(7), 200))
     assert first != list(islice(documents(8), 200))
     digest = hashlib.sha256("".join(first).encode()).hexdigest()
-    assert digest == "FILL"
+    assert digest == "f17d174a19c0464aec08ba18d3eae9ba57c1dc678a7ccbc8b7cda89c01ce6a63"
 
 
 def test_held_out_pairs_never_meet():
-    """In every line of a document that has a pair of numbers, and in every equation."""
+    """The first two numbers of a line are those of its question or equation, but where it only counts on."""
+    counting = re.compile(r"Go on: |\d+, \d+<")
     num_pairs = 0
     for text in islice(documents(11), 20_000):
         for line in text.splitlines():
             numbers = [int(number) for number in re.findall(r"\d+", line)]
-            if len(numbers) >= 2 and ("Go on:" not in line and not re.fullmatch(r"\d+, \d+", line)):
+            if len(numbers) >= 2 and not counting.match(line):
                 num_pairs += 1
                 assert not is_held_out(numbers[0], numbers[1]), line
     assert num_pairs > 10_000

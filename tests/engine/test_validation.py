@@ -409,6 +409,7 @@ def test_samples_that_are_accepted(fields):
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"stop": [True]}, "a list of one kind is accepted"),
         ({"stop": ["a", 1]}, "stop mixes strings and token ids"),
         ({"stop": ""}, "stop[0] has 0 characters"),
         ({"stop": ["a", ""]}, "stop[1] has 0 characters"),

@@ -1,6 +1,6 @@
 """Attention over packed sequences, exact and without padding, for every model that uses transformers' interface.
 
-Legend: T tokens of the pass, H query heads, K key/value heads, G = H / K, N sequences, B = N * K, L length, D head size.
+Legend: T tokens of the pass, H query heads, K key/value heads, G = H / K, N sequences, B = N * K, D head size.
 
 ``packed_attention`` is what transformers calls instead of its own kernels. In training it goes block by block of
 query rows over each sequence (several short ones together) and recomputes the probabilities in the backward pass,
@@ -77,7 +77,7 @@ class Shape:
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -205,7 +205,7 @@ def _blocks(num_rows: int, first_position: int, shape: Shape) -> list[_Block]:
 
 
 def _probabilities(q: Tensor, k: Tensor, block: _Block, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 probabilities ``(B, G, rows, keys)``, the scaled queries ``(B, G * rows, D)`` and the soft-capped logits."""
+    """Float32 probabilities ``(B, G, rows, keys)``, scaled queries ``(B, G * rows, D)`` and soft-capped logits."""
     batch, group = q.shape[:2]
     scaled_q = (q[:, :, block.rows] * shape.scale).flatten(1, 2)
     scores = torch.bmm(scaled_q, k[:, block.keys].transpose(1, 2)).float()

@@ -107,6 +107,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrai
     The weights do not depend on the global random state and leave it as it was.
     """
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         config = tiny_config(architecture, **overrides)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

@@ -112,7 +112,7 @@ class Demo:
     def _datum(self, pair: Sum) -> Datum:
         """The whole dialogue; only the answer and its end are weighed."""
         prompt = self._prompt(pair)
-        answer = self._tokenizer.encode(str(sum(pair)), add_special_tokens=False) + [self._tokenizer.eos_token_id]
+        answer = [*self._tokenizer.encode(str(sum(pair)), add_special_tokens=False), self._tokenizer.eos_token_id]
         tokens = np.array(prompt + answer)
         weights = np.zeros(len(tokens) - 1, np.float32)
         weights[len(prompt) - 1 :] = 1

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from lorimer.engine.config import EngineConfig
 from lorimer.errors import InvalidInput
 
+_TorchDtype = torch.dtype  # within the class below, torch is its field
+
 
 @dataclass(frozen=True)
 class Device:
     torch: torch.device
-    dtype: torch.dtype
+    dtype: _TorchDtype
     memory_bytes: int
     """What may be used besides the base weights."""
 

@@ -74,7 +74,7 @@ def draw(logprobs_NV: Tensor, rules: DrawRules, numbers_N: np.ndarray) -> Tensor
 
 
 def _truncate_(probabilities_V: Tensor, top_k: int, top_p: float) -> None:
-    """Keep the ``top_k`` likeliest tokens, and of those the fewest whose mass reaches ``top_p``; ties go to lower ids."""
+    """Keep the ``top_k`` likeliest tokens, of those the fewest whose mass reaches ``top_p``; ties go to lower ids."""
     order = torch.sort(probabilities_V, descending=True, stable=True)
     kept = order.values[: top_k if top_k > 0 else None]
     mass = kept.double().cumsum(0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorimer.engine.batch import AdapterSlice
 from lorimer.engine.lora import LoraTarget
@@ -27,7 +27,7 @@ class _Run:
     part: AdapterSlice | None
 
 
-def packed_experts(module: nn.Module, hidden_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls as the ``forward`` of an experts module."""
     current = module.lorimer_slot.current
     top_k = top_k_index.shape[-1]
@@ -50,8 +50,7 @@ def packed_experts(module: nn.Module, hidden_TH: Tensor, top_k_index: Tensor, to
 
 def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list[_Run]]:
     """The order of token copies by (expert, adapter), and the runs of equal ones in it."""
-    num_tokens, top_k = top_k_index.shape
-    owner = torch.full((num_tokens,), len(slices), device=top_k_index.device)
+    owner = torch.full(top_k_index.shape[:1], len(slices), device=top_k_index.device)
     for i, part in enumerate(slices):
         owner[part.start : part.stop] = i
     key_S = (top_k_index * (len(slices) + 1) + owner[:, None]).flatten()
@@ -65,7 +64,7 @@ def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list
     return order_S, runs
 
 
-def _linear(x: Tensor, module: nn.Module, name: str, parts: tuple[str, ...], runs: list[_Run]) -> Tensor:
+def _linear(x: Tensor, module: Any, name: str, parts: tuple[str, ...], runs: list[_Run]) -> Tensor:
     weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
     # (E, out, in) whatever way the model keeps it.
     weight = weight.detach().transpose(1, 2) if module.is_transposed else weight.detach()

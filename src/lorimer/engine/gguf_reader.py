@@ -133,8 +133,6 @@ class _Cursor:
             raise ModelRefused(f"{self.file_name!r} has a metadata value {what!r} of unknown type {kind!r}")
         item_kind, length = self.unpack("I", what), self.unpack("Q", what)
         if item_kind == _STRING:
-            # Each string has at least its length in front, so this bounds the loop before it starts.
-            self._require(8 * length, what)
             return [self.string(what) for _ in range(length)]
         if item_kind not in _SCALARS:
             raise ModelRefused(f"{self.file_name!r} has an array {what!r} of unknown type {item_kind!r}")

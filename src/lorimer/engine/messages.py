@@ -102,7 +102,7 @@ class OptimStep(Message):
 
 
 class SaveState(Message):
-    """Write a run into an empty or absent ``directory``: a PEFT adapter, and the training state unless ``weights_only``."""
+    """Write a run into an absent ``directory``: a PEFT adapter, and the training state unless ``weights_only``."""
 
     request_id: str
     model_id: str

@@ -7,7 +7,6 @@ reason. Losses, sampling and the choice of batches are left to others.
 """
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,7 @@ class BaseModel:
 
     def _inject(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
-        packed_rows = fastest_packed_rows(head.weight[:2048], _clock)
+        packed_rows = fastest_packed_rows(head.weight[:2048])
         self.head = FrozenMatrix(head.weight, head.bias, packed_rows)
         self.head_target = self.targets[-1]
         by_module: dict[str, list[LoraTarget]] = {}
@@ -104,11 +103,11 @@ class BaseModel:
                 module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
                 module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
             # Attention and experts functions get their module; this is how they find the pass.
-            module.lorimer_slot = self.slot  # type: ignore[assignment]
+            module.lorimer_slot = self.slot
         _number_attention_layers(model)
         replace_norms(model)
         for layer in _decoder_layers(model):
-            layer.forward = _checkpointable(layer.forward, self.slot)  # type: ignore[method-assign]
+            layer.forward = _checkpointable(layer.forward, self.slot)
         _use_implementation(model, IMPLEMENTATION)
         self.decoder = model.get_decoder()
 
@@ -159,7 +158,7 @@ class BaseModel:
 
 
 def register_implementations() -> None:
-    """Make our attention and experts functions known to transformers; they are used only by models that are given here."""
+    """Make our attention and experts functions known to transformers; only models opened here use them."""
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
@@ -201,7 +200,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _use_implementation(model: PreTrainedModel, name: str) -> None:
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
         config._attn_implementation_internal = name
         config._experts_implementation_internal = name
 
@@ -229,14 +229,12 @@ def _max_context(config: Any) -> int:
     up to the length they were first trained at.
     """
     limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds: list[dict[str, Any]] = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     for kind in kinds:
         if kind.get("rope_type") in ("longrope", "dynamic"):
-            original = kind.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", limit
-            )
-            limit = min(limit, int(original))
+            of_config: int | None = getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, kind.get("original_max_position_embeddings") or of_config or limit)
     return limit
 
 
@@ -261,7 +259,7 @@ def _number_attention_layers(model: PreTrainedModel) -> None:
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The members of the longest module list of the decoder."""
     lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    return max((list(layers) for layers in lists), key=len, default=[])
 
 
 def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[..., Any]:
@@ -282,14 +280,3 @@ def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[...
         return torch.utils.checkpoint.checkpoint(within_pass, *args, use_reentrant=False, **kwargs)
 
     return run
-
-
-def _clock(function: Callable[[], object]) -> float:
-    """Best of a few short timings, in seconds."""
-    function()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        function()
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -18,17 +18,22 @@ class FrozenRMSNorm(nn.Module):
         self.weight, self.eps = weight.detach(), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return (x.float() * _inverse_rms(x, self.eps)).mul_(self.weight).to(x.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        return (x.float() * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

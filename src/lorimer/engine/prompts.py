@@ -93,7 +93,8 @@ class PromptScores:
 
     def result(self) -> dict[str, Any]:
         """The fields of a ``SampleResult`` that were asked for."""
-        message, fields = self._message, {}
+        message = self._message
+        fields: dict[str, Any] = {}
         if message.prompt_logprobs:
             fields["prompt_logprobs"] = self._logprobs
         if message.topk_prompt_logprobs:

@@ -317,7 +317,8 @@ class Sampler:
         return replies
 
     def _after_token(self, sequence: Sequence) -> list[Reply]:
-        request, replies = sequence.request, []
+        request = sequence.request
+        replies: list[Reply] = []
         if request.stop.ends(sequence.tokens):
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= request.max_tokens:

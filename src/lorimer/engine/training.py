@@ -1,8 +1,8 @@
 """Forward and backward passes over datums of any number of operations, runs, ranks and losses at once.
 
 Sequences are laid on one token axis, cut by a token budget, run through the base with every run's adapter on its own
-tokens, and scored; gradients are collected aside and handed to the runs only when the whole batch has succeeded, so a
-failure leaves every run as it was. Optimiser steps are in ``optim.py``; who comes into a batch is the scheduler's choice.
+tokens, and scored; gradients are collected aside and handed to the runs only when the whole batch has succeeded, so
+a failure leaves every run as it was. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
 """
 
 from collections.abc import Callable, Mapping

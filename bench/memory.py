@@ -1,0 +1,144 @@
+"""Peak memory of one phase of one side, measured in a process of its own: ``python -m bench.memory SETTINGS``.
+
+The size watched is the resident one, every few milliseconds, so libraries and weights are in it; what the phase
+added to the opened model stands beside it. The process loads only the libraries of its side.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import transformers
+
+from bench import workloads
+from bench.models import SHAPES, Sizes
+
+if TYPE_CHECKING:
+    from bench.contest import Contest
+
+
+@dataclass(frozen=True)
+class Phase:
+    row: str
+    """The row whose fastest contestants are measured."""
+    part: str
+    """What their teams are called there, after the side."""
+    likely: str
+    """Who is taken for the peers where the row was not run."""
+
+
+PHASES = {
+    "SFT": Phase("sft", "", "packed float32"),
+    "RL batch": Phase("rl_batch", "", "completions float32"),
+    "sampling": Phase("sample_32x1", " adapter", "generate float32"),
+}
+_INTERVAL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Peak:
+    name: str
+    """Who it was."""
+    peak_bytes: int
+    added_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.peak_bytes / 2**30:.2f} GiB (+{self.added_bytes / 2**30:.2f})"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the process is to do."""
+
+    model: str
+    directory: str
+    adapter: str
+    phase: str
+    team: str
+    name: str
+    num_threads: int
+
+
+def measure(contest: "Contest", phase: str, team: str) -> Peak:
+    """Run a phase, in a new process, with the contestant of the team that was fastest at it."""
+    row, part, likely = PHASES[phase].row, PHASES[phase].part, PHASES[phase].likely
+    name = contest.fastest.get((row, team + part), "ours float32" if team == "ours" else likely)
+    settings = Settings(
+        model=contest.shape.name,
+        directory=str(contest.directory),
+        adapter=str(contest.adapter),
+        phase=phase,
+        team=team,
+        name=name,
+        num_threads=contest.num_threads,
+    )
+    command = [sys.executable, "-m", "bench.memory", json.dumps(asdict(settings))]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    peak = Peak(name, **json.loads(done.stdout.splitlines()[-1]))
+    contest.progress(f"{contest.shape.name} memory: {phase}, {name}, {peak}")
+    return peak
+
+
+def run_phase(settings: Settings) -> dict[str, int]:
+    """Open the side and run the phase once; answers fields of ``Peak``."""
+    torch.set_num_threads(settings.num_threads)
+    transformers.utils.logging.disable_progress_bar()
+    side = _open(settings)
+    gc.collect()
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.wait(_INTERVAL_SECONDS):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        _run(side, settings, SHAPES[settings.model].sizes, SHAPES[settings.model].vocab_size)
+    finally:
+        is_over.set()
+        watcher.join()
+    return {"peak_bytes": peak, "added_bytes": peak - before}
+
+
+def _open(settings: Settings) -> Any:
+    paths = Path(settings.directory), Path(settings.adapter)
+    is_half = "bfloat16" in settings.name
+    if settings.team == "ours":
+        from bench.ours import Lorimer
+
+        return Lorimer(*paths, "bfloat16" if is_half else "float32", settings.num_threads)
+    from bench.peers import Peft
+
+    return Peft(*paths, "bfloat16" if is_half else "float32")
+
+
+def _run(side: Any, settings: Settings, sizes: Sizes, vocab_size: int) -> None:
+    if settings.phase == "sampling":
+        asked = workloads.prompts(sizes.sample_prompts, sizes.sample_prompt, vocab_size, 0)
+        side.sample(asked, 1, sizes.sample_new, with_adapter=True)
+        return
+    if settings.phase == "SFT":
+        data, loss_fn = workloads.sft_data(sizes.sft_lengths, vocab_size, 0), "cross_entropy"
+    else:
+        data = workloads.rl_data(sizes.rl_sequences, sizes.rl_prompt, sizes.rl_completion, vocab_size, 0)
+        loss_fn = "importance_sampling"
+    if settings.team == "ours":
+        side.train_one(data, loss_fn)
+    else:
+        side.train(data, loss_fn, layout=settings.name.rpartition(" ")[0])
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_phase(Settings(**json.loads(sys.argv[1])))))

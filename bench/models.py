@@ -1,0 +1,134 @@
+"""The models that are measured, with random seeded weights, and how much is computed on each.
+
+Speed does not depend on what the weights are, so nothing is downloaded. A model is written once as a Hugging Face
+directory, which both sides then open.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+RANK = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many sequences of which lengths each row takes."""
+
+    sft_lengths: tuple[int, ...] = (64, 128, 192, 256, 320, 384, 440, 512)
+    num_runs: int = 8
+    """Each run brings half as many sequences as ``sft_lengths`` has."""
+    rl_sequences: int = 16
+    rl_prompt: int = 192
+    rl_completion: int = 64
+    sample_prompt: int = 64
+    sample_new: int = 128
+    sample_many: int = 16
+    """Samples of the one prompt."""
+    sample_prompts: int = 32
+    """Prompts with one sample each."""
+    iteration_prompts: int = 8
+    iteration_samples: int = 8
+    iteration_new: int = 64
+    num_new_shapes: int = 5
+    memory_phases: tuple[str, ...] = ("SFT", "RL batch", "sampling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    tie_word_embeddings: bool
+    row_seconds: float
+    """A row is not begun again when that would take it beyond this."""
+    sizes: Sizes
+
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(out, in) of every linear layer, the head last."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        kv = hidden // self.num_attention_heads * self.num_key_value_heads
+        layer = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+        layer += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        return layer * self.num_hidden_layers + [(self.vocab_size, hidden)]
+
+    def write(self, directory: Path) -> None:
+        """Make the model in float32; the same weights each time."""
+        config = LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            tie_word_embeddings=self.tie_word_embeddings,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+SMALL = ModelShape(
+    name="small",
+    vocab_size=16384,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+    row_seconds=100,
+    sizes=Sizes(),
+)
+SMOL = ModelShape(
+    name="smol",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    tie_word_embeddings=True,
+    row_seconds=200,
+    sizes=Sizes(),
+)
+QUICK = ModelShape(
+    name="quick",
+    vocab_size=384,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    row_seconds=5,
+    sizes=Sizes(
+        sft_lengths=(5, 9, 14, 20),
+        num_runs=2,
+        rl_sequences=4,
+        rl_prompt=12,
+        rl_completion=4,
+        sample_prompt=6,
+        sample_new=4,
+        sample_many=3,
+        sample_prompts=4,
+        iteration_prompts=2,
+        iteration_samples=2,
+        iteration_new=4,
+        num_new_shapes=2,
+        memory_phases=("SFT",),
+    ),
+)
+"""So small that its figures mean nothing; it shows that everything runs."""
+
+SHAPES = {shape.name: shape for shape in (SMALL, SMOL, QUICK)}

@@ -1,0 +1,82 @@
+"""The aims, and the table that says which are met."""
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Aim:
+    bound: float
+    is_least: bool = True
+    """Whether the ratio should be at least, rather than at most, ``bound``."""
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.is_least else '≤'} {self.bound:g}"
+
+    def is_met(self, ratio: float) -> bool:
+        return ratio >= self.bound if self.is_least else ratio <= self.bound
+
+
+AIMS = {
+    "sft": Aim(1.6),
+    "sft padded": Aim(2.1),
+    "limit float32": Aim(0.70),
+    "limit bfloat16": Aim(0.50),
+    "runs": Aim(0.95),
+    "sample_1x16": Aim(3.5),
+    "sample_32x1": Aim(4.0),
+    "adapter cost": Aim(1.25, is_least=False),
+    "first_call": Aim(1.2, is_least=False),
+}
+"""By what a line is about; ratios, so that they hold on any machine. Lines without an entry have no aim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One comparison. The ratio says what its row's text says: how many times faster, or the fraction, or the cost."""
+
+    text: str
+    ours: str
+    other: str
+    which: str
+    """Who the other is."""
+    ratio: float
+    aim: str = ""
+    """The entry of ``AIMS`` that applies."""
+
+    def cells(self) -> list[str]:
+        aim = AIMS.get(self.aim)
+        verdict = ["-", "-"] if aim is None else [str(aim), "yes" if aim.is_met(self.ratio) else "**no**"]
+        return [self.text, self.ours, self.other, self.which, f"{self.ratio:.2f}", *verdict]
+
+
+HEADER = ["row", "ours", "other", "which other", "ratio", "aim", "met"]
+
+
+def table(lines: list[Line]) -> str:
+    rows = [HEADER, ["---"] * len(HEADER), *(line.cells() for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def describe_machine(num_threads: int) -> str:
+    """Everything a reader needs to judge the figures."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {_cpu_name()}, {os.cpu_count()} cores, {num_threads} threads,"
+        f" load at start {load}; Python {platform.python_version()}, {versions}."
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line for line in info.read_text("utf-8").splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

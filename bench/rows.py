@@ -1,0 +1,285 @@
+"""What is measured: each row is a function from a contest to lines of the table.
+
+Only the fastest of each side counts. Data are new in every round and the same for both sides; where both compute a
+loss it must be the same one.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench import memory, workloads
+from bench.contest import TOLERANCE, Contest, LossCheck
+from bench.limits import gemm_seconds
+from bench.ours import Lorimer
+from bench.peers import Layout, Peft
+from bench.report import Line
+from bench.timing import Contestant, Timing, Timings, clock
+from lorimer.engine.messages import Datum
+
+
+def measure_sft(contest: Contest) -> list[Line]:
+    """Mixed lengths, forward, backward and step, and the matrix products of the same step alone."""
+    shape, lengths = contest.shape, contest.shape.sizes.sft_lengths
+    count = sum(lengths)
+    layouts: tuple[Layout, ...] = ("padded", "packed", "micro-batch 1")
+    make = partial(workloads.sft_data, lengths, shape.vocab_size)
+    # Every dtype of ours is held against its own limit, and the padded loop has an aim of its own.
+    contestants = _training_contestants(contest, make, "cross_entropy", layouts, kept=("ours", "padded"))
+    limits: dict[str, list[float]] = {dtype: [] for dtype in contest.ours}
+
+    def multiply(_: int, dtype: str) -> None:
+        limits[dtype].append(gemm_seconds(shape.linear_shapes(), count, getattr(torch, dtype)))
+
+    for dtype in limits:
+        work = partial(multiply, dtype=dtype)
+        name = f"matrix products {dtype}"
+        contestants.append(Contestant(name=name, team="limit", run=work, warm_up=lambda: None, is_kept=True))
+    timings = contest.compete("sft", contestants)
+    ours, text = timings.best("ours"), f"SFT, {len(lengths)} sequences, {count} tokens"
+    lines = [
+        _compare(f"{text}: times the best loop", ours, timings.best("peer"), count, "sft"),
+        _compare(f"{text}: times the padded loop", ours, timings.best("peer", "padded"), count, "sft padded"),
+    ]
+    return lines + [
+        _limit_line(timings.best("ours", dtype), min(found), count, dtype) for dtype, found in limits.items()
+    ]
+
+
+def _limit_line(ours: Timing, limit_seconds: float, count: int, dtype: str) -> Line:
+    return Line(
+        text=f"SFT: fraction of the {dtype} GEMM limit",
+        ours=ours.rate(count),
+        other=f"{count / limit_seconds:.0f} tok/s",
+        which=f"matrix products {dtype}",
+        ratio=limit_seconds / ours.median,
+        aim=f"limit {dtype}",
+    )
+
+
+def measure_runs(contest: Contest) -> list[Line]:
+    """Several runs in one batch against the same tokens from one."""
+    shape, ours = contest.shape, contest.best_ours
+    lengths = shape.sizes.sft_lengths * (shape.sizes.num_runs // 2)
+    each, count = len(lengths) // shape.sizes.num_runs, sum(lengths)
+    check = LossCheck()
+
+    def run(number: int, num_runs: int) -> None:
+        data = workloads.sft_data(lengths, shape.vocab_size, number)
+        share = len(data) // num_runs
+        batches = {name: data[i * share : (i + 1) * share] for i, name in enumerate(ours.runs[:num_runs])}
+        check.add(number, ours.dtype, ours.train(batches, "cross_entropy"), data)
+
+    def warm_up() -> None:
+        short = workloads.sft_data(lengths[:1], shape.vocab_size, 0)
+        ours.train(dict.fromkeys(ours.runs, short), "cross_entropy")
+
+    contestants = [
+        Contestant(name=name, team=name, run=partial(run, num_runs=num_runs), warm_up=warm_up)
+        for name, num_runs in (("many", len(ours.runs)), ("ours, one run", 1))
+    ]
+    timings = contest.compete("runs", contestants)
+    text = f"{len(ours.runs)} runs of {each} sequences, {count} tokens: fraction of one run's speed"
+    return [_compare(text, timings.best("many"), timings.best("ours, one run"), count, "runs")]
+
+
+def measure_rl_batch(contest: Contest) -> list[Line]:
+    """Long prompts without advantage and short completions."""
+    shape, sizes = contest.shape, contest.shape.sizes
+    make = partial(workloads.rl_data, sizes.rl_sequences, sizes.rl_prompt, sizes.rl_completion, shape.vocab_size)
+    # All are of one length, so there is nothing that packing would save.
+    layouts: tuple[Layout, ...] = ("padded", "micro-batch 1", "completions")
+    timings = contest.compete("rl_batch", _training_contestants(contest, make, "importance_sampling", layouts))
+    count = workloads.num_tokens(make(0))
+    text = f"RL batch, {sizes.rl_sequences} x ({sizes.rl_prompt} + {sizes.rl_completion}) tokens: times the best loop"
+    return [_compare(text, timings.best("ours"), timings.best("peer"), count)]
+
+
+def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: int) -> list[Line]:
+    """Distinct prompts, a fixed number of new tokens; base and adapter."""
+    sizes = contest.shape.sizes
+
+    def run(number: int, side: Lorimer | Peft, with_adapter: bool, num_new: int = sizes.sample_new) -> None:
+        asked = workloads.prompts(num_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
+        side.sample(asked, num_samples, num_new, with_adapter)
+
+    contestants = [
+        Contestant(
+            name=f"{label} {dtype}, {weights}",
+            team=f"{team} {weights}",
+            run=partial(run, side=side, with_adapter=weights == "adapter"),
+            warm_up=partial(run, 0, side=side, with_adapter=weights == "adapter", num_new=2),
+        )
+        for weights in ("base", "adapter")
+        for team, label, dtype, side in _sides(contest, "generate")
+    ]
+    timings = contest.compete(row, contestants)
+    count, what = num_prompts * num_samples * sizes.sample_new, f"{num_prompts}x{num_samples}x{sizes.sample_new}"
+    lines = [
+        _compare(
+            f"Sampling {what}, {weights}: times the best generate()",
+            timings.best(f"ours {weights}"),
+            timings.best(f"peer {weights}"),
+            count,
+            row,
+        )
+        for weights in ("base", "adapter")
+    ]
+    return [*lines, _adapter_line(timings, count, what)]
+
+
+def _adapter_line(timings: Timings, count: int, what: str) -> Line:
+    adapter, base = timings.best("ours adapter"), timings.best("ours base")
+    return Line(
+        text=f"Sampling {what}: time with an adapter over time without",
+        ours=adapter.rate(count),
+        other=base.rate(count),
+        which=base.name,
+        ratio=adapter.median / base.median,
+        aim="adapter cost",
+    )
+
+
+def measure_iteration(contest: Contest) -> list[Line]:
+    """Sample, train on the samples, publish."""
+    sizes = contest.shape.sizes
+
+    def run(number: int, side: Lorimer | Peft, dtype: str, num_new: int = sizes.iteration_new) -> None:
+        asked = workloads.prompts(sizes.iteration_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
+        error = side.iterate(asked, sizes.iteration_samples, num_new, number)
+        if not error <= TOLERANCE[dtype]:
+            raise RuntimeError(f"{type(side).__name__} {dtype}: loss is off by {error:.2g}; it samples other weights")
+
+    contestants = [
+        Contestant(
+            name=f"{label} {dtype}",
+            team=team,
+            run=partial(run, side=side, dtype=dtype),
+            warm_up=partial(run, 0, side=side, dtype=dtype, num_new=2),
+        )
+        for team, label, dtype, side in _sides(contest, "generate and PEFT")
+    ]
+    timings = contest.compete("rl_iteration", contestants)
+    ours, other = timings.best("ours"), timings.best("peer")
+    what = f"{sizes.iteration_prompts}x{sizes.iteration_samples}x{sizes.iteration_new}"
+    return [
+        Line(
+            text=f"RL iteration {what}: times as fast",
+            ours=ours.duration(),
+            other=other.duration(),
+            which=other.name,
+            ratio=other.median / ours.median,
+        )
+    ]
+
+
+def measure_first_call(contest: Contest) -> list[Line]:
+    """The first call with lengths never seen against the second, training and sampling."""
+    ours, vocab_size = contest.best_ours, contest.shape.vocab_size
+    longest, prompt = max(contest.shape.sizes.sft_lengths), contest.shape.sizes.sample_prompt
+
+    def train(shape: int, seed: int) -> None:
+        lengths = [longest // 8 + 3 * shape, longest // 4 + 5 * shape, longest // 2 + 7 * shape]
+        ours.train_one(workloads.sft_data(lengths, vocab_size, seed), "cross_entropy")
+
+    def sample(shape: int, seed: int) -> None:
+        asked = workloads.prompts(9 + 2 * shape, prompt + 3 + 5 * shape, vocab_size, seed)
+        ours.sample(asked, 1, 16, with_adapter=True)
+
+    return [_first_call_line(contest, "training", train), _first_call_line(contest, "sampling", sample)]
+
+
+def _first_call_line(contest: Contest, name: str, work: Callable[[int, int], None]) -> Line:
+    work(0, 0)
+    first, warm = Timing("", ""), Timing("ours, second call", "")
+    for shape in range(1, contest.shape.sizes.num_new_shapes + 1):
+        for timing, seed in ((first, 2 * shape), (warm, 2 * shape + 1)):
+            timing.seconds.append(clock(partial(work, shape, seed)))
+        text = f"{contest.shape.name} first_call: {name} {first.seconds[-1]:.2f} s, then {warm.seconds[-1]:.2f} s"
+        contest.progress(text)
+    return Line(
+        text=f"First call of a new shape over a warm one, {name}",
+        ours=first.duration(),
+        other=warm.duration(),
+        which=warm.name,
+        ratio=statistics.median(a / b for a, b in zip(first.seconds, warm.seconds, strict=True)),
+        aim="first_call",
+    )
+
+
+def measure_memory(contest: Contest) -> list[Line]:
+    """Largest resident size while the fastest of each side works, each in a process of its own."""
+    lines = []
+    for phase in contest.shape.sizes.memory_phases:
+        ours, peer = (memory.measure(contest, phase, team) for team in ("ours", "peer"))
+        lines.append(
+            Line(
+                text=f"Peak memory, {phase}: times less",
+                ours=str(ours),
+                other=str(peer),
+                which=peer.name,
+                ratio=peer.peak_bytes / ours.peak_bytes,
+            )
+        )
+    return lines
+
+
+def _training_contestants(
+    contest: Contest,
+    make: Callable[[int], list[Datum]],
+    loss_fn: str,
+    layouts: tuple[Layout, ...],
+    kept: tuple[str, ...] = (),
+) -> list[Contestant]:
+    """Ours in each dtype, the peers in each layout and dtype; ``make`` gives the data of a round."""
+    check = LossCheck()
+
+    def contestant(name: str, team: str, train: Callable[[list[Datum], str], float]) -> Contestant:
+        def run(number: int) -> None:
+            data = make(number)
+            check.add(number, name, train(data, loss_fn), data)
+
+        def warm_up() -> None:
+            train(make(0)[:2], loss_fn)
+
+        return Contestant(name=name, team=team, run=run, warm_up=warm_up, is_kept=name.startswith(kept))
+
+    ours = [contestant(f"ours {dtype}", "ours", side.train_one) for dtype, side in contest.ours.items()]
+    peers = [
+        contestant(f"{layout} {dtype}", "peer", partial(side.train, layout=layout))
+        for dtype, side in contest.peers.items()
+        for layout in layouts
+    ]
+    return ours + peers
+
+
+def _sides(contest: Contest, peer_label: str) -> list[tuple[str, str, str, Lorimer | Peft]]:
+    """Team, label, dtype and side of everybody."""
+    ours = [("ours", "ours", dtype, side) for dtype, side in contest.ours.items()]
+    return [*ours, *(("peer", peer_label, dtype, side) for dtype, side in contest.peers.items())]
+
+
+def _compare(text: str, ours: Timing, other: Timing, count: int, aim: str = "") -> Line:
+    return Line(
+        text=text,
+        ours=ours.rate(count),
+        other=other.rate(count),
+        which=other.name,
+        ratio=other.median / ours.median,
+        aim=aim,
+    )
+
+
+ROWS: dict[str, Callable[[Contest], list[Line]]] = {
+    "sft": measure_sft,
+    "runs": measure_runs,
+    "rl_batch": measure_rl_batch,
+    "sample_1x16": lambda c: measure_sampling(c, "sample_1x16", 1, c.shape.sizes.sample_many),
+    "sample_32x1": lambda c: measure_sampling(c, "sample_32x1", c.shape.sizes.sample_prompts, 1),
+    "rl_iteration": measure_iteration,
+    "first_call": measure_first_call,
+    "memory": measure_memory,
+}
+"""In the order in which they run; later ones take the winners of earlier ones."""

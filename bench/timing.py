@@ -1,0 +1,105 @@
+"""Contestants take turns, round by round, so that whatever else the machine does hits all of them.
+
+A contestant that was clearly slower than another of its team in the first round is not run again: only the best of
+a team counts. A row whose time is up is not begun again.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+CLEARLY = 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    name: str
+    team: str
+    run: Callable[[int], object]
+    """What is timed; it is given the number of the round, from 1."""
+    warm_up: Callable[[], object]
+    """Done once before the first round: the same on less data."""
+    is_kept: bool = False
+    """Run in every round, even when a team mate is faster."""
+
+
+@dataclass
+class Timing:
+    name: str
+    team: str
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def rate(self, count: int) -> str:
+        """Tokens a second: the median, and in brackets slowest to fastest and the number of rounds."""
+        middle, low, high = (count / s for s in (self.median, max(self.seconds), min(self.seconds)))
+        return f"{middle:.0f} tok/s ({low:.0f}..{high:.0f}, n={len(self.seconds)})"
+
+    def duration(self) -> str:
+        """Seconds: the median, and in brackets shortest to longest and the number of rounds."""
+        return f"{self.median:.2f} s ({min(self.seconds):.2f}..{max(self.seconds):.2f}, n={len(self.seconds)})"
+
+
+class Timings:
+    """The timings of a row."""
+
+    def __init__(self, timings: list[Timing]) -> None:
+        self._timings = timings
+
+    def best(self, team: str, name: str = "") -> Timing:
+        """The fastest of a team, among those with ``name`` in their name."""
+        found = [t for t in self._timings if t.team == team and name in t.name]
+        # One that was left out after the first round does not win because the machine was busy later.
+        num_rounds = max(len(t.seconds) for t in found)
+        return min((t for t in found if len(t.seconds) == num_rounds), key=lambda t: t.median)
+
+
+Progress = Callable[[str], None]
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def compete(contestants: list[Contestant], *, num_rounds: int, most_seconds: float, progress: Progress) -> Timings:
+    """Run all in turn, up to ``num_rounds`` times and at least once."""
+    for contestant in contestants:
+        contestant.warm_up()
+    # Collecting garbage before each timing is slow while it looks at all that the libraries have made.
+    gc.collect()
+    gc.freeze()
+    timings = {c.name: Timing(c.name, c.team) for c in contestants}
+    running, spent = contestants, 0.0
+    for number in range(1, num_rounds + 1):
+        for contestant in running:
+            seconds = clock(partial(contestant.run, number))
+            timings[contestant.name].seconds.append(seconds)
+            progress(f"round {number}: {contestant.name} {seconds:.2f} s")
+            spent += seconds
+        running = _still_in(running, timings)
+        if spent + sum(timings[c.name].median for c in running) > most_seconds:
+            break
+    gc.unfreeze()
+    return Timings(list(timings.values()))
+
+
+def _still_in(contestants: list[Contestant], timings: dict[str, Timing]) -> list[Contestant]:
+    fastest: dict[str, float] = {}
+    for c in contestants:
+        fastest[c.team] = min(fastest.get(c.team, float("inf")), timings[c.name].median)
+    return [c for c in contestants if c.is_kept or timings[c.name].median <= CLEARLY * fastest[c.team]]
+
+
+def clock(run: Callable[[], object]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

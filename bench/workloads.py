@@ -1,0 +1,75 @@
+"""The data of every row, random and seeded; both sides get the same.
+
+A datum is the engine's own: position i of ``tokens`` predicts ``target_tokens[i]``. The peers read the same fields.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lorimer.engine.messages import Datum, SampledSequence
+
+
+def sft_data(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Datum]:
+    """Cross-entropy with weight 1 everywhere."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        text = rng.integers(0, vocab_size, length + 1)
+        inputs: dict[str, np.ndarray] = {"target_tokens": text[1:], "weights": np.ones(length, np.float32)}
+        data.append(Datum(tokens=text[:-1], loss_fn_inputs=inputs))
+    return data
+
+
+def rl_data(num_sequences: int, prompt: int, completion: int, vocab_size: int, seed: int) -> list[Datum]:
+    """Importance sampling where only the completions have an advantage."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for _ in range(num_sequences):
+        text = rng.integers(0, vocab_size, prompt + completion + 1)
+        # What a model with random weights gives every token, about.
+        logprobs = rng.normal(-np.log(vocab_size), 0.1, completion)
+        data.append(_rl_datum(text, logprobs, float(rng.normal())))
+    return data
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[np.ndarray]:
+    """Distinct prompts; another seed, count or length gives others, so that no cache knows them."""
+    return list(np.random.default_rng([count, length, seed]).integers(0, vocab_size, (count, length)))
+
+
+def group_advantages(num_groups: int, size: int, seed: int) -> np.ndarray:
+    """Random rewards less the mean of their group, ``(groups, size)``."""
+    rewards = np.random.default_rng(seed).normal(size=(num_groups, size))
+    return rewards - rewards.mean(1, keepdims=True)
+
+
+def samples_as_data(prompt: np.ndarray, samples: list[SampledSequence], advantages: np.ndarray) -> list[Datum]:
+    """What a policy-gradient step trains on: the samples of one prompt, with the sampler's log probabilities."""
+    return [
+        _rl_datum(np.concatenate([prompt, sample.tokens]), sample.logprobs, float(advantage))
+        for sample, advantage in zip(samples, advantages, strict=True)
+    ]
+
+
+def num_tokens(data: list[Datum]) -> int:
+    return sum(len(datum.tokens) for datum in data)
+
+
+def loss_scale(data: list[Datum]) -> float:
+    """What a difference of losses is measured by: the sum of all weights or advantages, without signs."""
+    names = ("weights", "advantages")
+    return float(sum(np.abs(d.loss_fn_inputs[name]).sum() for d in data for name in names if name in d.loss_fn_inputs))
+
+
+def _rl_datum(text: np.ndarray, logprobs: np.ndarray, advantage: float) -> Datum:
+    """``logprobs`` belong to the last tokens of ``text``; the ones before are the prompt."""
+    length, completion = len(text) - 1, len(logprobs)
+    old, advantages = np.zeros((2, length), np.float32)
+    old[-completion:], advantages[-completion:] = logprobs, advantage
+    inputs: dict[str, np.ndarray] = {
+        "target_tokens": text[1:].astype(np.int64),
+        "logprobs": old,
+        "advantages": advantages,
+    }
+    return Datum(tokens=text[:-1].astype(np.int64), loss_fn_inputs=inputs)

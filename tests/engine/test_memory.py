@@ -1,0 +1,120 @@
+"""The token budget: how it follows memory, and that its estimate is what real passes take."""
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lorimer.engine.attention import group_sequences
+from lorimer.engine.batch import AdapterSlice, Pass
+from lorimer.engine.memory import LEAST_BUDGET, MOST_BUDGET, activation_bytes_per_token, find_token_budget
+from lorimer.engine.messages import Datum, ForwardBackward
+from lorimer.engine.training import Trainer, Work
+from lorimer.engine.validation import check_operation
+from tests.engine.reference import make_adapter, open_pair
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 8192}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3_text", "qwen3_moe"])
+def model(request):
+    return open_pair(request.param, **WIDE, **({"moe_intermediate_size": 256} if "moe" in request.param else {}))[0]
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    return open_pair("qwen3")[0]
+
+
+def test_budget_grows_with_memory_between_its_bounds(small_model):
+    per_token = activation_bytes_per_token(small_model)
+    sizes = [0, 10 * per_token, 1000.5 * per_token, 2000.5 * per_token, 4000.5 * per_token, 1e6 * per_token]
+    budgets = [find_token_budget(small_model, int(size)) for size in sizes]
+    assert budgets == [LEAST_BUDGET, LEAST_BUDGET, 1000, 2000, 4000, MOST_BUDGET]
+
+
+def test_a_deeper_model_takes_more_for_each_token(small_model):
+    deep, _ = open_pair("qwen3", num_hidden_layers=8)
+    assert 3 < activation_bytes_per_token(deep) / activation_bytes_per_token(small_model) < 5
+
+
+def test_measuring_leaves_nothing_behind(small_model):
+    activation_bytes_per_token(small_model)
+    assert small_model.slot.current.slices == []
+    assert all(p.grad is None for p in small_model.decoder.parameters())
+
+
+def test_estimate_is_what_a_longer_pass_keeps(model):
+    lengths, rank = [700, 300, 24], 32
+    adapter = make_adapter(model, rank)
+    frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in frozen:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    size = sum(lengths)
+    current = Pass([AdapterSlice(0, size, adapter.weights, adapter.scale)], group_sequences(lengths, [0, 700, 1000]))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = model.hidden(torch.arange(size) % model.vocab_size, positions, current)
+    assert hidden.requires_grad
+    # The estimate holds what is kept twice over.
+    assert 1 < activation_bytes_per_token(model) * size / sum(kept.values()) < 4
+
+
+# ── peak memory of the whole process ──────────────────────────────────────────────────────────────────
+
+
+def status_bytes(name):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def peak_bytes(work):
+    """By how much the memory of this process rose, at its highest, while ``work`` ran."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    work()
+    return status_bytes("VmHWM") - before
+
+
+def run(model, lengths, budget):
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, model.vocab_size, n) for n in lengths]
+    data = [Datum(tokens=t, loss_fn_inputs={"target_tokens": t}) for t in tokens]
+    operation = check_operation(
+        ForwardBackward(request_id="r", model_id="m", data=data, loss_fn="cross_entropy"),
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        custom_losses={},
+    )
+    (result,) = Trainer(model, budget).run([Work(operation, make_adapter(model, rank=32))])
+    assert not isinstance(result, Exception), result
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="peak memory can be reset only on Linux")
+
+
+@linux_only
+@pytest.mark.parametrize("lengths", [[2048], [256] * 8], ids=["one", "eight"])
+def test_peak_of_a_pass_is_near_the_estimate(model, lengths):
+    run(model, [64], 8192)
+    peak = peak_bytes(lambda: run(model, lengths, 8192))
+    assert 0.5 < peak / (sum(lengths) * activation_bytes_per_token(model)) < 1.5
+
+
+@linux_only
+def test_a_sequence_longer_than_the_budget_takes_less_than_its_share():
+    deep, _ = open_pair("qwen3", **WIDE, num_hidden_layers=8)
+    whole, recomputed = (peak_bytes(lambda budget=budget: run(deep, [2048], budget)) for budget in (8192, 256))
+    assert recomputed < 0.5 * whole

@@ -1,0 +1,224 @@
+"""The benchmark runs, with a minuscule model, and both sides do the same work in it. Its figures are not looked at."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench import memory, workloads
+from bench.__main__ import main, measure
+from bench.contest import LossCheck, open_contest
+from bench.limits import gemm_seconds
+from bench.models import QUICK, SMALL, SMOL
+from bench.profiling import profile_ours
+from bench.report import AIMS, Line
+from bench.rows import ROWS
+from bench.timing import Contestant, compete
+
+SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
+RL = workloads.rl_data(4, 12, 4, QUICK.vocab_size, seed=5)
+
+
+@pytest.fixture(scope="module")
+def contest(tmp_path_factory):
+    # Both dtypes, on machines without bfloat16 too.
+    torch.set_num_threads(1)
+    return open_contest(QUICK, ["float32", "bfloat16"], tmp_path_factory.mktemp("bench"), 2, 1, lambda text: None)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row_is_measured(contest, row):
+    lines = ROWS[row](contest)
+    assert lines
+    for line in lines:
+        assert math.isfinite(line.ratio)
+        assert line.ratio > 0
+        assert len(line.cells()) == 7
+
+
+@pytest.mark.parametrize(
+    ("data", "loss_fn", "layout"),
+    [
+        (SFT, "cross_entropy", "padded"),
+        (SFT, "cross_entropy", "packed"),
+        (SFT, "cross_entropy", "micro-batch 1"),
+        (RL, "importance_sampling", "padded"),
+        (RL, "importance_sampling", "packed"),
+        (RL, "importance_sampling", "micro-batch 1"),
+        (RL, "importance_sampling", "completions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_both_sides_compute_the_same_loss(contest, data, loss_fn, layout):
+    ours, peer = contest.ours["float32"], contest.peers["float32"]
+    expected = pytest.approx(ours.train_one(data, loss_fn), rel=1e-5, abs=1e-3)
+    # Twice: a step leaves the weights alone.
+    assert [peer.train(data, loss_fn, layout) for _ in range(2)] == [expected, expected]
+    assert ours.train_one(data, loss_fn) == expected
+
+
+def test_the_adapter_takes_part(contest):
+    peer = contest.peers["float32"]
+    with_adapter = peer.train(SFT, "cross_entropy", "padded")
+    with peer.model.disable_adapter():
+        assert abs(peer.model(torch.from_numpy(SFT[0].tokens)[None]).logits.sum().item()) > 0
+        without = sum(
+            torch.nn.functional.cross_entropy(
+                peer.model(torch.from_numpy(datum.tokens)[None]).logits[0],
+                torch.from_numpy(datum.loss_fn_inputs["target_tokens"]),
+                reduction="sum",
+            ).item()
+            for datum in SFT
+        )
+    assert abs(with_adapter - without) > 1e-2
+
+
+def test_runs_share_their_tokens(contest):
+    ours = contest.ours["float32"]
+    together = ours.train({ours.runs[0]: SFT[:2], ours.runs[1]: SFT[2:]}, "cross_entropy")
+    assert together == pytest.approx(ours.train_one(SFT, "cross_entropy"), rel=1e-5)
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["base", "adapter"])
+@pytest.mark.parametrize(("num_prompts", "num_samples"), [(1, 3), (4, 1)], ids=["1x3", "4x1"])
+def test_both_sides_sample_as_many_tokens(contest, num_prompts, num_samples, with_adapter):
+    asked = workloads.prompts(num_prompts, 6, QUICK.vocab_size, seed=9)
+    groups = contest.ours["float32"].sample(asked, num_samples, 5, with_adapter)
+    assert [[len(s.tokens) for s in group] for group in groups] == [[5] * num_samples] * num_prompts
+    assert contest.peers["float32"].sample(asked, num_samples, 5, with_adapter).shape == (num_prompts * num_samples, 5)
+
+
+@pytest.mark.parametrize("side", ["ours", "peers"])
+def test_an_iteration_trains_on_what_it_sampled(contest, side):
+    asked = workloads.prompts(2, 6, QUICK.vocab_size, seed=11)
+    assert getattr(contest, side)["float32"].iterate(asked, 3, 4, seed=3) < 1e-4
+
+
+@pytest.mark.parametrize("phase", memory.PHASES)
+@pytest.mark.parametrize("team", ["ours", "peer"])
+def test_every_phase_of_memory_runs(contest, phase, team):
+    name = "ours float32" if team == "ours" else memory.PHASES[phase].likely
+    settings = memory.Settings("quick", str(contest.directory), str(contest.adapter), phase, team, name, 1)
+    found = memory.run_phase(settings)
+    assert 0 <= found["added_bytes"] < found["peak_bytes"]
+
+
+def test_different_losses_are_not_compared():
+    check = LossCheck()
+    check.add(1, "ours float32", 100.0, SFT)
+    check.add(1, "padded float32", 100.01, SFT)
+    check.add(2, "padded float32", 50.0, SFT)
+    with pytest.raises(RuntimeError, match=r"packed float32 computed a loss of 101.0 where ours float32 .* 100.0"):
+        check.add(1, "packed float32", 101.0, SFT)
+
+
+def test_a_failing_row_does_not_stop_the_others(contest, capsys):
+    text, has_succeeded = measure(replace(contest, peers={}), ["sft", "runs"])
+    assert not has_succeeded
+    assert "Row `sft` failed." in text
+    assert "2 runs of 2 sequences" in text
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_profile_names_operations(contest):
+    text = profile_ours(replace(contest, ours={"float32": contest.ours["float32"]}))
+    assert "SFT step, float32" in text
+    assert "Decoding 4 rows" in text
+    assert "aten::mm" in text
+
+
+def test_command_prints_and_writes_a_table(tmp_path, capsys):
+    output = tmp_path / "table.md"
+    assert main(["--quick", "--rows", "runs", "--threads", "1", "--repeats", "1", "--output", str(output)]) == 0
+    printed = capsys.readouterr()
+    assert output.read_text("utf-8") == printed.out
+    assert "| 2 runs of 2 sequences, 48 tokens" in printed.out
+    assert f"torch {torch.__version__}" in printed.out
+    assert "bfloat16" in printed.out
+    assert "quick runs: round 1" in printed.err
+
+
+def test_command_refuses_an_unknown_row(capsys):
+    with pytest.raises(SystemExit):
+        main(["--rows", "sft,speed"])
+    assert "there is no row 'speed'; there are sft, runs" in capsys.readouterr().err
+
+
+# ── what the harness is made of ───────────────────────────────────────────────────────────────────────
+
+
+def test_models_are_of_their_sizes():
+    assert [round(_num_parameters(shape) / 1e6, 1) for shape in (SMALL, SMOL)] == [51.9, 134.5]
+    assert sum(SMALL.sizes.sft_lengths) == 2296
+    assert sum(SMALL.sizes.sft_lengths) * SMALL.sizes.num_runs // 2 == 9184
+
+
+def _num_parameters(shape):
+    linear = sum(out_features * in_features for out_features, in_features in shape.linear_shapes())
+    norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    return linear + norms + (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size)
+
+
+def test_every_aim_belongs_to_a_line(contest):
+    """Nothing that is promised goes unmeasured."""
+    rows = [row for row in ROWS if row != "memory"]
+    assert {line.aim for row in rows for line in ROWS[row](contest)} - {""} == set(AIMS)
+
+
+@pytest.mark.parametrize(
+    ("aim", "ratio", "cells"),
+    [
+        ("sft", 1.7, ["1.70", "≥ 1.6", "yes"]),
+        ("sft", 1.5, ["1.50", "≥ 1.6", "**no**"]),
+        ("first_call", 1.1, ["1.10", "≤ 1.2", "yes"]),
+        ("first_call", 1.3, ["1.30", "≤ 1.2", "**no**"]),
+        ("", 9.0, ["9.00", "-", "-"]),
+    ],
+    ids=["met", "missed", "met-most", "missed-most", "none"],
+)
+def test_verdict(aim, ratio, cells):
+    assert Line(text="", ours="", other="", which="", ratio=ratio, aim=aim).cells()[-3:] == cells
+
+
+def test_contestants_take_turns_and_the_slow_are_left_out():
+    seen = []
+
+    def contestant(name, team, seconds, is_kept=False):
+        def run(number):
+            seen.append((number, name))
+            time.sleep(seconds)
+
+        return Contestant(name=name, team=team, run=run, warm_up=lambda: seen.append((0, name)), is_kept=is_kept)
+
+    field = [
+        contestant("a", "ours", 0.02),
+        contestant("b", "peer", 0.02),
+        contestant("slow", "peer", 0.08),
+        contestant("kept", "peer", 0.08, is_kept=True),
+    ]
+    timings = compete(field, num_rounds=3, most_seconds=10, progress=lambda text: None)
+    rounds = [[name for number, name in seen if number == k] for k in range(4)]
+    assert rounds == [["a", "b", "slow", "kept"]] * 2 + [["a", "b", "kept"]] * 2
+    assert timings.best("peer").name == "b"
+    assert timings.best("peer", "slow").seconds == pytest.approx([0.08], abs=0.05)
+    assert "n=3" in timings.best("ours").rate(100)
+
+
+def test_a_row_ends_when_its_time_is_up():
+    slow = Contestant(name="a", team="a", run=lambda number: time.sleep(0.05), warm_up=lambda: None)
+    timings = compete([slow], num_rounds=9, most_seconds=0.12, progress=lambda text: None)
+    assert 1 <= len(timings.best("a").seconds) <= 2
+
+
+def test_limit_grows_with_the_work():
+    one, three = (gemm_seconds([(256, 256)] * count, 64, torch.float32) for count in (1, 30))
+    assert 0 < one < three
+
+
+def test_prompts_are_distinct_and_new_each_time():
+    found = [p for seed in range(3) for count in (1, 4) for p in workloads.prompts(count, 6, QUICK.vocab_size, seed)]
+    assert len({tuple(p) for p in found}) == len(found) == 15
+    assert np.array_equal(workloads.prompts(2, 6, 384, 1), workloads.prompts(2, 6, 384, 1))
