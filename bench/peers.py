@@ -1,8 +1,9 @@
 """The peers' side: plain transformers with PEFT, in the forms people use.
 
 Training is the model's own forward over padded batches of 8 (as TRL makes them), over packed rows with a
-block-diagonal mask, or over one sequence at a time; sampling is ``generate``. In bfloat16 the adapter is bfloat16 too:
-the fastest form, though small updates are then rounded away. The learning rate is 0, as on our side.
+block-diagonal mask, or over one sequence at a time; sampling is ``generate``. In bfloat16 the adapter is bfloat16
+too, which saves the casts that PEFT's default makes, though small updates are then rounded away. The learning rate
+is 0, as on our side.
 
 Legend: N sequences, T positions, V vocabulary.
 """

@@ -8,7 +8,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -73,21 +74,18 @@ def compete(contestants: list[Contestant], *, num_rounds: int, most_seconds: flo
     """Run all in turn, up to ``num_rounds`` times and at least once."""
     for contestant in contestants:
         contestant.warm_up()
-    # Collecting garbage before each timing is slow while it looks at all that the libraries have made.
-    gc.collect()
-    gc.freeze()
     timings = {c.name: Timing(c.name, c.team) for c in contestants}
     running, spent = contestants, 0.0
-    for number in range(1, num_rounds + 1):
-        for contestant in running:
-            seconds = clock(partial(contestant.run, number))
-            timings[contestant.name].seconds.append(seconds)
-            progress(f"round {number}: {contestant.name} {seconds:.2f} s")
-            spent += seconds
-        running = _still_in(running, timings)
-        if spent + sum(timings[c.name].median for c in running) > most_seconds:
-            break
-    gc.unfreeze()
+    with little_garbage():
+        for number in range(1, num_rounds + 1):
+            for contestant in running:
+                seconds = clock(partial(contestant.run, number))
+                timings[contestant.name].seconds.append(seconds)
+                progress(f"round {number}: {contestant.name} {seconds:.2f} s")
+                spent += seconds
+            running = _still_in(running, timings)
+            if spent + sum(timings[c.name].median for c in running) > most_seconds:
+                break
     return Timings(list(timings.values()))
 
 
@@ -96,6 +94,17 @@ def _still_in(contestants: list[Contestant], timings: dict[str, Timing]) -> list
     for c in contestants:
         fastest[c.team] = min(fastest.get(c.team, float("inf")), timings[c.name].median)
     return [c for c in contestants if c.is_kept or timings[c.name].median <= CLEARLY * fastest[c.team]]
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Lets ``clock`` collect garbage quickly: what is there already is not looked at again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def clock(run: Callable[[], object]) -> float:

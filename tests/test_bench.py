@@ -29,14 +29,23 @@ def contest(tmp_path_factory):
     return open_contest(QUICK, ["float32", "bfloat16"], tmp_path_factory.mktemp("bench"), 2, 1, lambda text: None)
 
 
+@pytest.fixture(scope="module")
+def measured(contest):
+    """Lines by row; later rows take the winners of earlier ones, so all are run, in their order."""
+    return {row: measure_row(contest) for row, measure_row in ROWS.items()}
+
+
 @pytest.mark.parametrize("row", ROWS)
-def test_row_is_measured(contest, row):
-    lines = ROWS[row](contest)
-    assert lines
-    for line in lines:
+def test_row_is_measured(measured, row):
+    assert measured[row]
+    for line in measured[row]:
         assert math.isfinite(line.ratio)
         assert line.ratio > 0
         assert len(line.cells()) == 7
+
+
+def test_every_aim_belongs_to_a_line(measured):
+    assert {line.aim for lines in measured.values() for line in lines} - {""} == set(AIMS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,6 @@ def test_the_adapter_takes_part(contest):
     peer = contest.peers["float32"]
     with_adapter = peer.train(SFT, "cross_entropy", "padded")
     with peer.model.disable_adapter():
-        assert abs(peer.model(torch.from_numpy(SFT[0].tokens)[None]).logits.sum().item()) > 0
         without = sum(
             torch.nn.functional.cross_entropy(
                 peer.model(torch.from_numpy(datum.tokens)[None]).logits[0],
@@ -116,9 +124,9 @@ def test_different_losses_are_not_compared():
 
 
 def test_a_failing_row_does_not_stop_the_others(contest, capsys):
-    text, has_succeeded = measure(replace(contest, peers={}), ["sft", "runs"])
+    text, has_succeeded = measure(replace(contest, peers={}), ["rl_batch", "runs"])
     assert not has_succeeded
-    assert "Row `sft` failed." in text
+    assert "Row `rl_batch` failed." in text
     assert "2 runs of 2 sequences" in text
     assert "Traceback" in capsys.readouterr().err
 
@@ -151,7 +159,7 @@ def test_command_refuses_an_unknown_row(capsys):
 
 
 def test_models_are_of_their_sizes():
-    assert [round(_num_parameters(shape) / 1e6, 1) for shape in (SMALL, SMOL)] == [51.9, 134.5]
+    assert [round(_num_parameters(shape) / 1e6, 1) for shape in (SMALL, SMOL)] == [52.2, 134.5]
     assert sum(SMALL.sizes.sft_lengths) == 2296
     assert sum(SMALL.sizes.sft_lengths) * SMALL.sizes.num_runs // 2 == 9184
 
@@ -160,12 +168,6 @@ def _num_parameters(shape):
     linear = sum(out_features * in_features for out_features, in_features in shape.linear_shapes())
     norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     return linear + norms + (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size)
-
-
-def test_every_aim_belongs_to_a_line(contest):
-    """Nothing that is promised goes unmeasured."""
-    rows = [row for row in ROWS if row != "memory"]
-    assert {line.aim for row in rows for line in ROWS[row](contest)} - {""} == set(AIMS)
 
 
 @pytest.mark.parametrize(
@@ -194,16 +196,16 @@ def test_contestants_take_turns_and_the_slow_are_left_out():
         return Contestant(name=name, team=team, run=run, warm_up=lambda: seen.append((0, name)), is_kept=is_kept)
 
     field = [
-        contestant("a", "ours", 0.02),
-        contestant("b", "peer", 0.02),
-        contestant("slow", "peer", 0.08),
-        contestant("kept", "peer", 0.08, is_kept=True),
+        contestant("a", "ours", 0.01),
+        contestant("b", "peer", 0.01),
+        contestant("slow", "peer", 0.2),
+        contestant("kept", "peer", 0.2, is_kept=True),
     ]
     timings = compete(field, num_rounds=3, most_seconds=10, progress=lambda text: None)
     rounds = [[name for number, name in seen if number == k] for k in range(4)]
     assert rounds == [["a", "b", "slow", "kept"]] * 2 + [["a", "b", "kept"]] * 2
     assert timings.best("peer").name == "b"
-    assert timings.best("peer", "slow").seconds == pytest.approx([0.08], abs=0.05)
+    assert len(timings.best("peer", "slow").seconds) == 1
     assert "n=3" in timings.best("ours").rate(100)
 
 

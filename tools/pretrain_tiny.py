@@ -53,9 +53,6 @@ HELD_OUT_TEXT_SEED = 1_000_000
 Question = tuple[int, int]
 
 
-# --- tokenizer ---
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which each digit is its own token and every UTF-8 text has an encoding."""
     bpe = Tokenizer(models.BPE())
@@ -78,9 +75,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-
-
-# --- training ---
 
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -206,9 +200,6 @@ def pretrain(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> tu
     return model.eval(), num_tokens
 
 
-# --- measuring ---
-
-
 def watched(model: Any, tokenizer: Any) -> str:
     """Greedy accuracy so far, on a quarter of the questions."""
     model.eval()
@@ -291,9 +282,6 @@ def load(directory: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(directory)
 
 
-# --- command line ---
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=BUNDLED, help="directory of the model files (default: the bundled)")
@@ -302,7 +290,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=1700, help="length of the learning-rate schedule, in steps of 2048 tokens"
     )
-    parser.add_argument("--stop", type=int, default=940, help="steps after which to end, half-taught on purpose")
+    parser.add_argument("--stop", type=int, default=935, help="steps after which to end, half-taught on purpose")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="number of layers")

@@ -106,7 +106,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="peak memory can
 
 
 @linux_only
-@pytest.mark.parametrize("lengths", [[2048], [256] * 8], ids=["one", "eight"])
+@pytest.mark.parametrize("lengths", [[1024], [128] * 8], ids=["one", "eight"])
 def test_peak_of_a_pass_is_near_the_estimate(model, lengths):
     run(model, [64], 8192)
     peak = peak_bytes(lambda: run(model, lengths, 8192))
@@ -116,5 +116,6 @@ def test_peak_of_a_pass_is_near_the_estimate(model, lengths):
 @linux_only
 def test_a_sequence_longer_than_the_budget_takes_less_than_its_share():
     deep, _ = open_pair("qwen3", **WIDE, num_hidden_layers=8)
-    whole, recomputed = (peak_bytes(lambda budget=budget: run(deep, [2048], budget)) for budget in (8192, 256))
-    assert recomputed < 0.5 * whole
+    run(deep, [64], 8192)
+    whole, recomputed = (peak_bytes(lambda budget=budget: run(deep, [1024], budget)) for budget in (8192, 256))
+    assert recomputed < 0.7 * whole

@@ -130,7 +130,13 @@ def test_arrays_keep_type_shape_and_bits(dtype, shape):
 
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x.T, lambda x: x[::2, 1::3], lambda x: x[::-1], np.asfortranarray, lambda x: np.broadcast_to(x[0], (3, 7))],
+    [
+        lambda x: x.T,
+        lambda x: x[::2, 1::3],
+        lambda x: x[::-1],
+        np.asfortranarray,
+        lambda x: np.broadcast_to(x[0], (3, 7)),
+    ],
     ids=["transposed", "strided", "reversed", "fortran", "broadcast"],
 )
 def test_arrays_of_any_layout_arrive_by_value(view):
@@ -177,7 +183,10 @@ def test_what_has_no_encoding_is_refused(value, message):
         (SampleRequest(request_id="r", prompt=None), "$.prompt"),
         (SampleRequest(request_id="r", prompt=np.arange(2), params=SamplingParams(stop=[1.5])), "$.params.stop"),
         (TrainBatch(operations=[GetStatus(request_id="r")]), "$.operations"),
-        (TrainBatch(operations=[ForwardBackward(request_id="r", model_id="m", data=[{}], loss_fn="x")]), "$.operations"),
+        (
+            TrainBatch(operations=[ForwardBackward(request_id="r", model_id="m", data=[{}], loss_fn="x")]),
+            "$.operations",
+        ),
         (RegisterLoss(request_id="r", loss_id="l", inputs=[("logprobs",)], graph={}), "$.inputs"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -205,7 +214,9 @@ def test_commands_and_replies_do_not_pass_for_one_another():
     with pytest.raises(msgspec.ValidationError):
         decode_command(encode(Done(request_id="r", result=StateResult())))
     with pytest.raises(msgspec.ValidationError):
-        decode_reply(encode(Done(request_id="r", result=SampleProgress(request_id="r", index=0, tokens=[], logprobs=[]))))
+        decode_reply(
+            encode(Done(request_id="r", result=SampleProgress(request_id="r", index=0, tokens=[], logprobs=[])))
+        )
 
 
 @pytest.mark.parametrize("size", [5, 2**62])

@@ -257,7 +257,7 @@ class _Reader:
             raise self._refusal(f"gives {target} {len(args)} arguments by position; {call.max_args} are accepted")
         for name, value in kwargs.items():
             if name in _OFF_ONLY and value is not None and value is not False:
-                raise self._refusal(f"gives {target} a {name}, which is not accepted", Unsupported)
+                raise self._refusal(f"gives {target} the argument {name!r}, which is not accepted", Unsupported)
         named = {name: self._decode(argument) for name, argument in kwargs.items()}
         return _Step(self.node_name, target, call, op == "call_method", decoded, named)
 

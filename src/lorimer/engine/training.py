@@ -182,7 +182,9 @@ class Trainer:
 
             logprobs[passive] = self._head.logprobs(x_NH[passive], targets[passive], owner)
             logprobs[active], d_x_NH[active] = self._head.backpropagate(x_NH[active], targets[active], owner, gradient)
-            outcome.add(evaluate(loss, logprobs, inputs, operation.config)[2])
+            total, _, metrics = evaluate(loss, logprobs, inputs, operation.config)
+            _finite(total, block[0].work)
+            outcome.add(metrics)
         else:
             logprobs = self._head.logprobs(x_NH, targets, owner)
             d_logprobs = self._evaluate_datum(operation, logprobs, inputs, outcome, block[0].work)
@@ -206,7 +208,8 @@ class Trainer:
     ) -> Tensor:
         """Score positions whose loss may depend on one another; answers the gradient of the log probabilities."""
         if operation.loss_fn != "custom":
-            _, d_logprobs, metrics = evaluate(LOSSES[operation.loss_fn], logprobs, inputs, operation.config)
+            total, d_logprobs, metrics = evaluate(LOSSES[operation.loss_fn], logprobs, inputs, operation.config)
+            _finite(total, work)
             outcome.add(metrics)
             return _finite(d_logprobs, work)
         try:
@@ -219,11 +222,11 @@ class Trainer:
         return _finite(d_logprobs, work)
 
 
-def _finite(gradient: Tensor, work: int) -> Tensor:
-    if not bool(torch.isfinite(gradient).all()):
+def _finite(value: Tensor, work: int) -> Tensor:
+    if not bool(torch.isfinite(value).all()):
         message = "the loss or its gradient is not finite for these inputs (a ratio of probabilities overflows)"
         raise _OperationFailed(work, InvalidInput(message))
-    return gradient
+    return value
 
 
 def _slices(
