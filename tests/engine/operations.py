@@ -1,5 +1,7 @@
 """Commands on `lorimer/debug` that tests of the engine, its worker and its process have in common."""
 
+from typing import Any
+
 import numpy as np
 
 from lorimer.engine.config import EngineConfig
@@ -9,17 +11,8 @@ from tests.engine.reference import make_datum
 
 
 def settings(cache, **more):
-    return EngineConfig(
-        **{
-            "model": "lorimer/debug",
-            "device": "cpu",
-            "dtype": "float32",
-            "num_threads": 1,
-            "memory_bytes": 256 << 20,
-            "cache_directory": str(cache),
-        }
-        | more
-    )
+    fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "memory_bytes": 256 << 20}
+    return EngineConfig(**{"model": "lorimer/debug", "cache_directory": str(cache)} | fields | more)
 
 
 def make_operation(request_id, model_id, loss_fn="cross_entropy", lengths=(9, 17, 5), seed=0, **more):

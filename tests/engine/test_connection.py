@@ -40,7 +40,8 @@ def test_a_message_larger_than_any_buffer_arrives_whole(pair):
 
 def test_bytes_that_trickle_in_make_whole_messages():
     theirs, ours = socket.socketpair()
-    connection, received = Connection(ours), []
+    connection = Connection(ours)
+    received: list[bytearray] = []
     reader = threading.Thread(target=lambda: received.extend(iter(connection.receive, None)))
     reader.start()
     for byte in b"".join(len(m).to_bytes(8, "little") + m for m in (b"abc", b"", b"de")):
@@ -121,7 +122,7 @@ def test_a_process_with_many_open_files_can_wait_for_messages():
         assert not right.has_message()
         left.send(b"here")
         assert right.has_message()
-        assert right.receive() == b"here"
+        assert right.receive() == bytearray(b"here")
     finally:
         left.close()
         right.close()

@@ -243,7 +243,7 @@ def test_what_does_not_fit_leaves_the_run_as_it_was(engine, new_run, state, tmp_
     before = state(run)
     with pytest.raises(CheckpointError, match=r"rank=8.*rank=4"):
         engine.load_state(LoadState(request_id="r", model_id=run, directory=str(tmp_path / "other"), optimizer=True))
-    with pytest.raises(CheckpointError, match="there is no directory '.*nowhere'"):
+    with pytest.raises(CheckpointError, match=r"there is no directory '.*nowhere'"):
         engine.load_state(LoadState(request_id="r", model_id=run, directory=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match="already exists"):
         engine.save_state(SaveState(request_id="r", model_id=run, directory=str(tmp_path / "other")))

@@ -80,12 +80,18 @@ def status_bytes(name):
 
 def peak_bytes(work):
     """By how much the memory of this process rose, at its highest, while ``work`` ran."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS")
-    work()
-    return status_bytes("VmHWM") - before
+    libc, mmap_threshold = ctypes.CDLL("libc.so.6"), -3
+    # Every tensor in pages of its own, which go back when it is freed; what malloc keeps for later would blur the peak.
+    libc.mallopt(mmap_threshold, 1 << 16)
+    try:
+        gc.collect()
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+        work()
+        return status_bytes("VmHWM") - before
+    finally:
+        libc.mallopt(mmap_threshold, 32 << 20)
 
 
 def run(model, lengths, budget):
@@ -110,7 +116,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="peak memory can
 def test_peak_of_a_pass_is_near_the_estimate(model, lengths):
     run(model, [64], 8192)
     peak = peak_bytes(lambda: run(model, lengths, 8192))
-    assert 0.5 < peak / (sum(lengths) * activation_bytes_per_token(model)) < 1.5
+    assert 0.5 < peak / (sum(lengths) * activation_bytes_per_token(model)) < 1
 
 
 @linux_only
@@ -118,4 +124,4 @@ def test_a_sequence_longer_than_the_budget_takes_less_than_its_share():
     deep, _ = open_pair("qwen3", **WIDE, num_hidden_layers=8)
     run(deep, [64], 8192)
     whole, recomputed = (peak_bytes(lambda budget=budget: run(deep, [1024], budget)) for budget in (8192, 256))
-    assert recomputed < 0.7 * whole
+    assert recomputed < 0.5 * whole

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -75,16 +76,18 @@ class Started:
         make_debug_model(refused, architecture="llama")
         (refused / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
         self.refused = EngineProcess(settings(directory, model=str(refused)))
-        self.parent = subprocess.Popen(
+        self.parent: Any = subprocess.Popen(
             [sys.executable, "-c", PARENT, str(directory)], stdout=subprocess.PIPE, text=True
         )
 
     def close(self):
-        for engine in (self.shared, self.doomed, self.busy, self.unknown, self.refused):
+        engines = (self.shared, self.doomed, self.busy, self.unknown, self.refused)
+        for engine in engines:
             engine.close()
         self.parent.kill()
         self.parent.wait()
         self.parent.stdout.close()
+        assert not any(psutil.pid_exists(engine.pid) for engine in engines)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,6 @@ def started(tmp_path_factory):
     started = Started(tmp_path_factory.mktemp("engine"))
     yield started
     started.close()
-    assert not psutil.Process().children(recursive=True)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,22 @@ def test_a_model_that_cannot_be_served_is_explained(started, name, messages):
         engine.submit(GetStatus(request_id="late"))
     assert messages[0] in str(refusal.value)
     assert not engine.is_alive
+
+
+def test_an_engine_of_another_version_is_not_waited_for(tmp_path, monkeypatch):
+    """What it says cannot be read, as after an upgrade of the files under a running server."""
+    stranger = tmp_path / "python"
+    stranger.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\n"
+        "os.write(int(sys.argv[3]), (5).to_bytes(8, 'little') + b'hello')\ntime.sleep(600)\n"
+    )
+    stranger.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stranger))
+    with EngineProcess(settings(tmp_path)) as engine:
+        future = engine.submit(GetStatus(request_id="waiting"))
+        for error in (future.exception(PATIENCE), engine.ready.exception(PATIENCE)):
+            assert isinstance(error, EngineDied)
+            assert "its reply makes no sense" in str(error)
 
 
 # ── every command ─────────────────────────────────────────────────────────────────────────────────────
@@ -332,21 +350,21 @@ def test_a_request_id_is_used_once_at_a_time(engine, run):
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("kind", "fields"),
     [
-        SampleRequest(request_id="r", prompt=np.array([object()])),
-        SampleRequest(request_id="r", prompt=[1, 2, 3]),
-        SampleRequest(request_id="r", prompt=np.arange(3), params=SamplingParams(seed=2**70)),
-        SampleRequest(request_id="r", prompt=np.arange(3), num_samples="3"),
-        OptimStep(request_id="r", model_id="\ud800"),
-        OptimStep(request_id="r", model_id="m", params={"learning_rate": None}),
-        RegisterLoss(request_id="r", loss_id="l", inputs=[("logprobs", 1)], graph={"a": {1, 2}, "b": object()}),
+        (SampleRequest, {"prompt": np.array([object()])}),
+        (SampleRequest, {"prompt": [1, 2, 3]}),
+        (SampleRequest, {"prompt": np.arange(3), "params": SamplingParams(seed=2**70)}),
+        (SampleRequest, {"prompt": np.arange(3), "num_samples": "3"}),
+        (OptimStep, {"model_id": "\ud800"}),
+        (OptimStep, {"model_id": "m", "params": {"learning_rate": None}}),
+        (RegisterLoss, {"loss_id": "l", "inputs": [("logprobs", 1)], "graph": {"a": object()}}),
     ],
     ids=["objects", "list", "huge-seed", "text-number", "lone-surrogate", "no-number", "graph-of-objects"],
 )
-def test_what_cannot_be_sent_is_refused_at_the_door(engine, command):
-    with pytest.raises(InvalidInput, match=f"{type(command).__name__} cannot be sent"):
-        engine.submit(command)
+def test_what_cannot_be_sent_is_refused_at_the_door(engine, kind, fields):
+    with pytest.raises(InvalidInput, match=f"{kind.__name__} cannot be sent"):
+        ask(engine, kind, **fields)
     ask(engine, GetStatus)
 
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 
@@ -178,9 +179,9 @@ class EngineProcess:
         self.close()
 
 
-def _future() -> Future:  # type: ignore[type-arg]
+def _future() -> "Future[Any]":
     """A future that its owner cannot cancel: the engine answers it in any case."""
-    future: Future[object] = Future()
+    future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 

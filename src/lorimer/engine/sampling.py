@@ -123,7 +123,8 @@ class Sampler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests)
+        """Sequences that wait for their prompt or for room."""
+        return sum(len(prefill.sequences) for prefill in self._prefills) + len(self._ready)
 
     @property
     def is_idle(self) -> bool:

@@ -5,7 +5,7 @@ tokens, and scored; gradients are collected aside and handed to the runs only wh
 a failure leaves every run as it was. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -84,7 +84,7 @@ class Trainer:
         except _OperationFailed as failure:
             results = self.run(batch[: failure.work] + batch[failure.work + 1 :], between_passes)
             return [*results[: failure.work], failure.error, *results[failure.work :]]
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             # Nobody knows whose fault it is: each alone.
             return [self.run([work], between_passes)[0] for work in batch] if len(batch) > 1 else [error]
 
@@ -93,21 +93,27 @@ class Trainer:
         outcomes = [_Outcome([None] * len(work.operation.data)) for work in batch]
         gradients: dict[int, Pairs] = {}
         expert_counts: list[Tensor] = []
-        for is_trained in (False, True):
-            part = [s for s in sequences if s.is_trained == is_trained]
-            # By run, so that each adapter owns one slice of the token axis.
-            part.sort(key=lambda s: (id(batch[s.work].adapter), s.work, s.datum))
-            for indices in cut_by_budget([len(s.tokens) for s in part], self.token_budget):
-                counts = self._pass(batch, [part[i] for i in indices], is_trained, outcomes, gradients)
-                if between_passes is not None:
-                    between_passes()
-                expert_counts = [a + b for a, b in zip(expert_counts, counts, strict=True)] if expert_counts else counts
+        for number, part in enumerate(self._passes(batch, sequences)):
+            if number and between_passes is not None:
+                between_passes()
+            counts = self._pass(batch, part, part[0].is_trained, outcomes, gradients)
+            expert_counts = [a + b for a, b in zip(expert_counts, counts, strict=True)] if expert_counts else counts
         self.num_tokens += sum(len(s.tokens) for s in sequences)
         for adapter in {id(work.adapter): work.adapter for work in batch}.values():
             if id(adapter) in gradients:
                 adapter.add_gradient(gradients[id(adapter)])
         balance = balance_metrics(expert_counts)
         return [_result(outcome, balance) for outcome in outcomes]
+
+    def _passes(self, batch: list[Work], sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+        """Sequences that are computed together: by run, so that each adapter owns one slice of the token axis."""
+        # Runs in the order they come in the batch, so that the same batch always gives the same bits.
+        order = {id(work.adapter): i for i, work in reversed(list(enumerate(batch)))}
+        for is_trained in (False, True):
+            part = [s for s in sequences if s.is_trained == is_trained]
+            part.sort(key=lambda s: (order[id(batch[s.work].adapter)], s.work, s.datum))
+            for indices in cut_by_budget([len(s.tokens) for s in part], self.token_budget):
+                yield [part[i] for i in indices]
 
     def _sequences(self, index: int, work: Work) -> list[_Sequence]:
         operation, device = work.operation, self.model.device.torch

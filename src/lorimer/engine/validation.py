@@ -26,6 +26,7 @@ MAX_STOP_CHARACTERS = 4096
 
 Array = NDArray[Any]
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class CustomLossSignature(Protocol):
@@ -117,7 +118,7 @@ def _check_config(loss: Loss, config: Mapping[str, float | str]) -> dict[str, fl
     _refuse_others(config, loss.config, f"loss_fn_config of loss_fn {loss.name!r}")
     merged = dict(loss.config)
     for key, value in config.items():
-        if isinstance(value, bool | str) or not math.isfinite(value):
+        if isinstance(value, bool | str) or not abs(value) <= _LARGEST:
             raise InvalidInput(f"loss_fn_config[{key!r}] is {value!r}; finite numbers are accepted")
         merged[key] = float(value)
     if merged.get("beta", 0.0) < 0:
