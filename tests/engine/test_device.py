@@ -47,7 +47,7 @@ def test_what_the_user_says_is_taken(dtype):
     device = open_device(EngineConfig(device="cpu", dtype=dtype, num_threads=1, memory_bytes=12345))
     assert (device.type, device.dtype, device.memory_bytes) == ("cpu", getattr(torch, dtype), 12345)
     assert torch.get_num_threads() == 1
-    device.synchronize()
+    assert device.with_float64(torch.ones(2)).device.type == "cpu"
 
 
 def test_by_default_all_cores_of_the_process_and_most_of_the_free_memory_are_used():

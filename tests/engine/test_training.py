@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from lorimer.engine.custom_loss import CustomLoss
+from lorimer.engine.debug import tiny_model
+from lorimer.engine.device import Device
+from lorimer.engine.model import BaseModel, register_implementations
 from lorimer.engine.training import Trainer, Work
 from tests.engine.reference import (
     DENSE,
@@ -236,3 +240,62 @@ def test_the_full_logits_never_exist():
     finally:
         torch.Tensor.log_softmax = allocate
     assert 0 < largest < 400 * 40_000 / 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_a_bfloat16_base_trains_float32_adapters_close_to_float32(architecture):
+    data = [make_datum("cross_entropy", n, n, 200) for n in LENGTHS]
+    gradients, losses = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        register_implementations()
+        model = BaseModel(tiny_model(architecture).to(dtype), Device(torch.device("cpu"), dtype, 1 << 30))
+        adapter = make_adapter(model)
+        (result,) = run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+        assert all(f.dtype == torch.float32 for pair in adapter.grads.values() for f in pair)
+        gradients.append(torch.cat([f.flatten() for pair in adapter.grads.values() for f in pair]))
+        losses.append(result.metrics["loss:sum"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.98
+
+
+def test_an_uploaded_loss_gives_the_gradients_of_its_formula():
+    """-(weights * logprobs).sum(), sent as a graph, is cross entropy."""
+    model, plain = open_pair("llama")
+    adapter = make_adapter(model)
+    data = [make_datum("cross_entropy", n, n, model.vocab_size) for n in (7, 12)]
+    names = ("logprobs", "weights")
+    graph = {
+        "format": 1,
+        "nodes": [
+            *({"op": "placeholder", "name": n, "target": n, "args": [], "kwargs": {}} for n in names),
+            {"op": "call_function", "name": "mul", "target": "operator.mul", "args": [{"ref": n} for n in names]},
+            {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "mul"}]},
+            {"op": "call_function", "name": "neg", "target": "operator.neg", "args": [{"ref": "sum_1"}]},
+            {
+                "op": "output",
+                "name": "output",
+                "target": "output",
+                "args": [{"tuple": [{"ref": "neg"}, {"dict": {"custom/total:sum": {"ref": "sum_1"}}}]}],
+            },
+        ],
+    }
+    trainer = Trainer(model, 64)
+    trainer.custom_losses["mine"] = CustomLoss.parse([(n, 1) for n in names], graph)
+    operation = checked(data, "custom", model.vocab_size, config={"loss_id": "mine"}, custom=trainer.custom_losses)
+    (result,) = trainer.run([Work(operation, adapter)])
+    loss, logprobs, gradients = run_reference(reference_of(plain, model, adapter, "llama"), data, "cross_entropy")
+    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert result.metrics["custom/total:sum"] == pytest.approx(-loss, rel=1e-4)
+    for ours, theirs in zip(result.logprobs, logprobs, strict=True):
+        assert abs(ours - theirs).max() < 1e-4
+    assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+def test_the_same_batch_gives_the_same_bits():
+    model, _ = open_pair("qwen3_moe")
+    first, second = eight_runs(model), eight_runs(model)
+    run(model, first)
+    run(model, second)
+    for a, b in zip(first, second, strict=True):
+        for name, pair in a.adapter.grads.items():
+            assert all(torch.equal(x, y) for x, y in zip(pair, b.adapter.grads[name], strict=True))

@@ -34,17 +34,19 @@ class AttentionGroup:
     """``(N * length,)``, false at padding."""
 
 
-def group_sequences(lengths: list[int], starts: list[int], most_waste: float = 0.2) -> list[AttentionGroup]:
+def group_sequences(
+    lengths: list[int], starts: list[int], device: torch.device | None = None, most_waste: float = 0.2
+) -> list[AttentionGroup]:
     """Put short sequences of like length into common groups; a small model spends its time on calls, not on sums."""
     groups: list[AttentionGroup] = []
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], starts[i])):
         if members and not _fits(members, i, lengths, most_waste):
-            groups.append(_make_group(members, lengths, starts))
+            groups.append(_make_group(members, lengths, starts, device))
             members = []
         members.append(i)
     if members:
-        groups.append(_make_group(members, lengths, starts))
+        groups.append(_make_group(members, lengths, starts, device))
     return groups
 
 
@@ -54,13 +56,15 @@ def _fits(members: list[int], i: int, lengths: list[int], most_waste: float) -> 
     return longest <= 2 * QUERY_BLOCK and rows * longest <= 4096 and padding <= most_waste * longest * rows
 
 
-def _make_group(members: list[int], lengths: list[int], starts: list[int]) -> AttentionGroup:
+def _make_group(
+    members: list[int], lengths: list[int], starts: list[int], device: torch.device | None
+) -> AttentionGroup:
     if len(members) == 1:
         return AttentionGroup(starts[members[0]], lengths[members[0]])
     longest = lengths[members[0]]
-    offsets = torch.arange(longest)
-    length = torch.tensor([lengths[m] for m in members])[:, None]
-    index = torch.tensor([starts[m] for m in members])[:, None] + offsets.minimum(length - 1)
+    offsets = torch.arange(longest, device=device)
+    length = torch.tensor([lengths[m] for m in members], device=device)[:, None]
+    index = torch.tensor([starts[m] for m in members], device=device)[:, None] + offsets.minimum(length - 1)
     return AttentionGroup(0, longest, len(members), index, (offsets < length).flatten())
 
 

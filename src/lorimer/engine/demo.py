@@ -4,6 +4,7 @@ It shows answers and accuracy on sums it never trains on, before and after super
 the way. The service and the SDK are not needed for it.
 """
 
+import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lorimer.engine.messages import (
     CreateRun,
     Datum,
     ForwardBackward,
+    LoadProgress,
     LoraConfig,
     OptimStep,
     PublishSampler,
@@ -28,7 +30,7 @@ from lorimer.engine.messages import (
     TrainBatch,
 )
 from lorimer.engine.model import load_tokenizer
-from lorimer.engine.process import EngineProcess
+from lorimer.engine.process import EngineProcess, Event
 from lorimer.errors import LorimerError
 
 NUM_STEPS, BATCH, RANK, LEARNING_RATE = 60, 64, 16, 4e-3
@@ -39,8 +41,9 @@ Sum = tuple[int, int]
 
 
 class Demo:
-    def __init__(self, engine: EngineProcess, tokenizer: Any, console: Console) -> None:
+    def __init__(self, engine: EngineProcess, tokenizer: Any, console: Console, learning_rate: float) -> None:
         self._engine, self._tokenizer, self._console = engine, tokenizer, console
+        self._learning_rate = learning_rate
         rng = random.Random(7)
         pairs = [(a, b) for a in range(100) for b in range(100)]
         rng.shuffle(pairs)
@@ -94,7 +97,7 @@ class Demo:
                 operation = ForwardBackward(request_id=f"pass-{step}", model_id=RUN, data=data, loss_fn="cross_entropy")
                 (passed,) = self._engine.train(TrainBatch(operations=[operation]))
                 # Sent before the pass is done: the engine keeps the order, and never waits for us.
-                rate = LEARNING_RATE * (1 - step / num_steps)
+                rate = self._learning_rate * (1 - step / num_steps)
                 stepped = self._engine.submit(
                     OptimStep(request_id=f"step-{step}", model_id=RUN, params={"learning_rate": rate})
                 )
@@ -123,16 +126,44 @@ def _marked(answer: str, right: int) -> str:
     return f"[green]{answer}[/green]" if answer == str(right) else f"[red]{answer or '(nothing)'}[/red]"
 
 
-def main(num_steps: int = NUM_STEPS) -> None:
+class LoadingBar:
+    """Shows what the engine does before it is ready."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("starting the engine", total=None)
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, LoadProgress):
+            total = None if event.fraction is None else 1.0
+            self._progress.update(self._task, description=event.stage, completed=event.fraction or 0.0, total=total)
+
+    def __enter__(self) -> "LoadingBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lorimer.engine.demo", description=__doc__)
+    parser.add_argument("--model", default="lorimer/tiny", help="a directory, a .gguf file, an alias or a hub id")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="at the start; it falls to zero")
+    options = parser.parse_args(arguments)
     console = Console()
-    with EngineProcess(EngineConfig(model="lorimer/tiny")) as engine:
-        with console.status("starting the engine"):
+    loading = LoadingBar(console)
+    with EngineProcess(EngineConfig(model=options.model), loading.show) as engine:
+        with loading:
             info = engine.ready.result()
         console.print(
             f"[bold]{info.model_name}[/bold]: {info.num_parameters:,} parameters, {info.dtype} on {info.device};"
-            f" LoRA rank {RANK}, {num_steps} steps of {BATCH} sums"
+            f" LoRA rank {RANK}, {options.steps} steps of {BATCH} sums"
         )
-        Demo(engine, load_tokenizer(Path(info.directory)), console).run(num_steps)
+        tokenizer = load_tokenizer(Path(info.directory))
+        Demo(engine, tokenizer, console, options.learning_rate).run(options.steps)
 
 
 if __name__ == "__main__":

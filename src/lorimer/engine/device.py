@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lorimer.engine.config import EngineConfig
 from lorimer.errors import InvalidInput
@@ -29,11 +30,9 @@ class Device:
     def type(self) -> str:
         return self.torch.type
 
-    def synchronize(self) -> None:
-        if self.type == "cuda":
-            torch.cuda.synchronize(self.torch)
-        elif self.type == "mps":
-            torch.mps.synchronize()
+    def with_float64(self, tensor: Tensor) -> Tensor:
+        """``tensor`` where float64 exists: as it is, or a copy on the CPU for Apple's GPUs, which have none."""
+        return tensor.cpu() if self.type == "mps" else tensor
 
 
 def open_device(config: EngineConfig) -> Device:

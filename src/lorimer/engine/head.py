@@ -25,11 +25,12 @@ Gradient = Callable[[slice, Tensor], Tensor]
 class Head:
     def __init__(self, model: BaseModel) -> None:
         self._matrix, self._targets, self._map = model.head, [model.head_target], model.logit_map
+        self._device = model.device
         self._chunk_rows = max(16, CHUNK_BYTES // (4 * model.vocab_size))
 
     def logits(self, x_NH: Tensor, slices: list[AdapterSlice]) -> Tensor:
-        """Float32 logits ``(N, V)`` as the model defines them."""
-        return self._forward(x_NH, slices)[0]
+        """Float32 logits ``(N, V)`` as the model defines them, on a device that can draw from them."""
+        return self._device.with_float64(self._forward(x_NH, slices)[0])
 
     def logprobs(self, x_NH: Tensor, targets: Tensor, adapter: AdapterSlice | None) -> Tensor:
         """Log probabilities of ``targets``, ``(N,)`` or ``(N, K)``."""

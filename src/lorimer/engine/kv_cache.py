@@ -185,17 +185,18 @@ class DecodeAttention:
         self._num_keys = max(slab.lengths) + 1
         keys = torch.arange(self._num_keys, device=rows_T.device)
         self._distance_NC = lengths[:, None] - keys
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def _mask(self, window: int | None) -> Tensor:
-        """Zero at keys a row sees, minus infinity elsewhere: ``(N, 1, 1, keys)``."""
-        if window not in self._masks:
+    def _mask(self, window: int | None, num_kv: int, like: Tensor) -> Tensor:
+        """Zero at keys a row sees, minus infinity elsewhere: ``(N * K, 1, keys)``; made once for all layers alike."""
+        key = (window, num_kv)
+        if key not in self._masks:
             hidden = self._distance_NC < 0
             if window is not None:
                 hidden |= self._distance_NC >= window
-            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
+            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask.repeat_interleave(num_kv, 0).unsqueeze(1)
+        return self._masks[key]
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor:
         k_cache, v_cache = self._slab.layer(layer)
@@ -204,15 +205,16 @@ class DecodeAttention:
         num_rows, num_kv = len(self._rows_T), k_cache.shape[1]
         q_THD = q_HTD.transpose(0, 1)
         q_NHD = q_THD if self._in_order else q_THD[self._back_T]
-        q = (q_NHD * shape.scale).reshape(num_rows * num_kv, -1, q_HTD.shape[2])
+        q = q_NHD.reshape(num_rows * num_kv, -1, q_HTD.shape[2])
         k, v = (x[:num_rows].flatten(0, 1)[:, : self._num_keys] for x in (k_cache, v_cache))
-        scores = torch.bmm(q, k.transpose(1, 2)).float().view(num_rows, num_kv, -1, self._num_keys)
-        if shape.softcap is not None:
-            scores = scores.div_(shape.softcap).tanh_().mul_(shape.softcap)
-        scores += self._mask(shape.window)
-        group = scores.shape[2]
-        p = softmax_with_sinks(scores.view(num_rows * num_kv, group, 1, -1), shape.sinks)
-        out_NHD = torch.bmm(p.squeeze(2).to(v.dtype), v).view(num_rows, num_kv * group, -1)
+        mask = self._mask(shape.window, num_kv, q)
+        if shape.softcap is None:
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=shape.scale)
+        else:
+            scores = torch.bmm(q, k.transpose(1, 2)).mul_(shape.scale / shape.softcap)
+            scores = scores.tanh_().mul_(shape.softcap).add_(mask)
+        p = softmax_with_sinks(scores.float().unsqueeze(2), shape.sinks).squeeze(2)
+        out_NHD = torch.bmm(p.to(v.dtype), v).view(num_rows, q_HTD.shape[0], -1)
         return out_NHD if self._in_order else out_NHD[self._rows_T]
 
     def finish(self) -> None:

@@ -6,6 +6,7 @@ brings along, so autograd only carries the activations. Experts are in ``experts
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,19 @@ from lorimer.engine.lora import LoraTarget
 class FrozenMatrix:
     """A frozen weight ``(O, I)``, kept a second time in the layout the CPU likes best for few rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, most_packed_rows: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, most_packed_rows: int, is_kept: bool = True) -> None:
+        """Without ``is_kept`` only the packed layout stays, and at most ``most_packed_rows`` rows are accepted."""
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._most_packed_rows = most_packed_rows
         self._packed = pack(self.weight) if most_packed_rows else None
+        if not is_kept:
+            self.weight = self.weight[:0]
+
+    def unpack(self) -> None:
+        """Give the second copy up, unless it serves any number of rows."""
+        if self._most_packed_rows < ANY_ROWS:
+            self._packed = None
 
     def multiply(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for ``x (rows, I)``."""
@@ -76,6 +85,7 @@ class FrozenLinear(nn.Module):
         self.matrix = FrozenMatrix(linear.weight, linear.bias, most_packed_rows)
         self.targets = targets
         self.slot = slot
+        self.siblings: Siblings | None = None
         # Makes autograd record the layer even where its input has no gradient (the first layer).
         self._anchor = torch.empty(0, device=linear.weight.device, requires_grad=True)
 
@@ -89,9 +99,62 @@ class FrozenLinear(nn.Module):
         slices = self.slot.current.slices
         if torch.is_grad_enabled() and slices:
             y = _LoraLinear.apply(rows, self._anchor, self, slices)
+        elif self.siblings is not None and len(rows) <= self.siblings.most_rows:
+            y = self.siblings.multiply(self, x, rows, slices)
         else:
             y, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+class Siblings:
+    """Layers of one parent that are given the same input: with few rows they are computed in one product.
+
+    The first that is called with an input computes all and leaves the rest for the others.
+    """
+
+    def __init__(self, layers: list[FrozenLinear], most_rows: int) -> None:
+        weight = torch.cat([layer.matrix.weight for layer in layers])
+        biases = [layer.matrix.bias for layer in layers]
+        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
+        self.most_rows = most_rows
+        self._matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
+        self._ranges: dict[int, slice] = {}
+        self._targets: list[LoraTarget] = []
+        start = 0
+        for layer in layers:
+            self._ranges[id(layer)] = slice(start, start + layer.out_features)
+            self._targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
+            start += layer.out_features
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+        self._left: set[int] = set()
+
+    def multiply(self, layer: FrozenLinear, x: Tensor, rows: Tensor, slices: list[AdapterSlice]) -> Tensor:
+        if self._input is not x or id(layer) not in self._left or self._output is None:
+            self._output, _ = multiply_with_adapters(rows, self._matrix, self._targets, slices)
+            self._input, self._left = x, set(self._ranges)
+        self._left.discard(id(layer))
+        y = self._output[:, self._ranges[id(layer)]]
+        if not self._left:
+            self._input = self._output = None
+        return y
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join_siblings(model: nn.Module, most_rows: int) -> None:
+    """Find layers that transformers' models always call with one input, and let them be computed together."""
+    for parent in model.modules():
+        for names in SIBLINGS:
+            layers = [getattr(parent, name, None) for name in names]
+            joined = [layer for layer in layers if isinstance(layer, FrozenLinear)]
+            are_alike = len({(layer.in_features, layer.matrix.bias is None) for layer in joined}) == 1
+            if most_rows and len(joined) == len(names) and are_alike:
+                siblings = Siblings(joined, min(most_rows, FEW_ROWS))
+                for layer in joined:
+                    layer.siblings = siblings
+                    layer.matrix.unpack()
 
 
 Products = list[tuple[AdapterSlice, LoraTarget, Tensor]]

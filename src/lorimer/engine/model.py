@@ -25,7 +25,7 @@ from lorimer.engine.batch import Pass, PassSlot
 from lorimer.engine.device import Device
 from lorimer.engine.experts import packed_experts
 from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
-from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows
+from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
 from lorimer.engine.lora import LoraTarget, find_targets
 from lorimer.engine.norms import replace_norms
 from lorimer.errors import ModelRefused
@@ -104,6 +104,7 @@ class BaseModel:
                 module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
             # Attention and experts functions get their module; this is how they find the pass.
             module.lorimer_slot = self.slot
+        join_siblings(model, packed_rows)
         _number_attention_layers(model)
         replace_norms(model)
         for layer in _decoder_layers(model):
@@ -125,7 +126,7 @@ class BaseModel:
     def _check(self, probe: list[Tensor], reference: Tensor) -> None:
         """Compare a packed and a cached pass with the model's own, and learn what it does to its logits."""
         lengths, on = [len(p) for p in probe], self.device.torch
-        groups = group_sequences(lengths, [0, lengths[0]], most_waste=0)
+        groups = group_sequences(lengths, [0, lengths[0]], on, most_waste=0)
         positions = torch.cat([torch.arange(n) for n in lengths])
         hidden = self.hidden(torch.cat(probe).to(on), positions.to(on), Pass([], groups=groups))
         cached = self.head.multiply(self._hidden_by_cache(probe[0].to(on))).float()
@@ -177,8 +178,9 @@ def load_model(directory: Path, device: Device, name: str) -> BaseModel:
     return BaseModel(model, device, name, str(directory))
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path | str) -> Any:
     """The model's tokenizer, or ``None`` where the directory has none."""
+    directory = Path(directory)
     if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
         return None
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -144,7 +144,7 @@ class Trainer:
         adapters = [batch[s.work].adapter for s in sequences]
         current = Pass(
             slices=_slices(adapters, starts, lengths, gradients if is_trained else None),
-            groups=group_sequences(lengths, starts),
+            groups=group_sequences(lengths, starts, self.model.device.torch),
             is_checkpointed=is_trained and sum(lengths) > self.token_budget,
             count_experts=True,
         )
