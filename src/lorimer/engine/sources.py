@@ -8,7 +8,9 @@ torch is imported only when something has to be made or converted.
 
 import difflib
 import hashlib
+import importlib
 import importlib.resources
+import importlib.util
 import io
 import json
 import os
@@ -268,7 +270,6 @@ def _in_hub_cache(reference: str, looked_at: list[str]) -> ModelSource | None:
 
 
 def _on_hub(reference: str, report: Progress, looked_at: list[str]) -> ModelSource | None:
-    import httpx
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -284,9 +285,15 @@ def _on_hub(reference: str, report: Progress, looked_at: list[str]) -> ModelSour
         looked_at.append(f"{place}: it is gated; accept its terms there and set HF_TOKEN")
     except RepositoryNotFoundError:
         looked_at.append(f"{place}: it has no such model, or it is private and HF_TOKEN does not open it")
-    except (httpx.HTTPError, OSError) as error:
+    except _network_errors() as error:
         looked_at.append(f"{place}: {str(error).partition(os.linesep)[0] or type(error).__name__}")
     return None
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client may raise: it is built on httpx up to its version 1 and on httpx2 from 2 on."""
+    clients = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    return OSError, *(importlib.import_module(name).HTTPError for name in clients)
 
 
 def _fetched(reference: str, report: Progress) -> Path:
