@@ -9,8 +9,8 @@ from lorimer.engine.batch import AdapterSlice, Pass
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.model import BaseModel
 
-LEAST_BUDGET, MOST_BUDGET = 256, 8192
-"""Longer passes win nothing: their matrix products are already large, and they crowd the caches."""
+LEAST_BUDGET, MOST_BUDGET = 256, 2048
+"""Longer passes win nothing, for their matrix products are already large; they only take memory and keep samples waiting."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 

@@ -37,6 +37,8 @@ from lorimer.engine.stops import Stop
 
 PREFILL_TOKENS = 2048
 """Most prompt tokens of one pass."""
+_DRAWS = 64
+"""Most first tokens drawn at once: a request may want thousands of samples of one row of logits."""
 
 
 @dataclass(eq=False)
@@ -91,6 +93,8 @@ class Prefill:
     tokens: np.ndarray
     sequences: list[Sequence]
     cache: PromptCache
+    scores: PromptScores | None
+    """What to score on the way; not again for a sequence that lost its row."""
 
 
 class Sampler:
@@ -145,16 +149,18 @@ class Sampler:
         seed = self._new_seed(64) if message.params.seed is None else message.params.seed
         request.sequences = [Sequence(request, i, derive_seed(seed, i)) for i in range(message.num_samples)]
         self._requests[message.request_id] = request
-        self._enqueue(request, prompt, request.sequences)
+        self._enqueue(request, prompt, request.sequences, request.scores)
 
-    def _enqueue(self, request: Request, tokens: np.ndarray, sequences: list[Sequence]) -> None:
+    def _enqueue(
+        self, request: Request, tokens: np.ndarray, sequences: list[Sequence], scores: PromptScores | None
+    ) -> None:
         """Compute ``tokens`` for the sequences, with a prefill that waits for the same ones where there is one."""
-        if request.scores is None:
+        if scores is None:
             for other in self._prefills:
-                if other.request.scores is None and _is_same_prompt(other, request, tokens):
+                if other.scores is None and _is_same_prompt(other, request, tokens):
                     other.sequences.extend(sequences)
                     return
-        self._prefills.append(Prefill(request, tokens, list(sequences), PromptCache(len(tokens))))
+        self._prefills.append(Prefill(request, tokens, list(sequences), PromptCache(len(tokens)), scores))
 
     def cancel(self, request_id: str) -> bool:
         """Give up a request; false when it is not under way."""
@@ -198,9 +204,9 @@ class Sampler:
         self.num_prefilled += len(tokens)
         replies: list[Reply] = []
         for (prefill, _), span, part in zip(chosen, spans, parts, strict=True):
-            if prefill.request.scores is not None:
+            if prefill.scores is not None:
                 x = hidden_TH[span.start : span.stop]
-                prefill.request.scores.add(x, part, self._head, _whole(prefill.request, len(x)))
+                prefill.scores.add(x, part, self._head, _whole(prefill.request, len(x)))
         done = [i for i, (prefill, _) in enumerate(chosen) if prefill.cache.length == len(prefill.tokens)]
         if done:
             last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
@@ -225,8 +231,8 @@ class Sampler:
     def _use_prefix(self, prefill: Prefill) -> None:
         request = prefill.request
         most = len(prefill.tokens) - 1
-        if request.scores is not None:
-            most = min(most, request.scores.first_position - 1)
+        if prefill.scores is not None:
+            most = min(most, prefill.scores.first_position - 1)
         found = self._prefixes.find(request.message.cache_salt, request.weights, prefill.tokens, most)
         if found is not None:
             cache, length = found
@@ -243,12 +249,13 @@ class Sampler:
             request = prefill.request
             self._prefixes.put(request.message.cache_salt, request.weights, prefill.tokens, prefill.cache)
         logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
-        owner = [i for i, p in enumerate(prefills) for _ in p.sequences]
-        sequences = [s for p in prefills for s in p.sequences]
-        replies = self._draw(sequences, logits_NV[torch.tensor(owner, device=logits_NV.device)])
-        for i, sequence in zip(owner, sequences, strict=True):
-            if sequence.stop_reason is None:
-                self._ready.append((sequence, prefills[i].cache))
+        waiting = [(i, s) for i, p in enumerate(prefills) for s in p.sequences]
+        replies: list[Reply] = []
+        for start in range(0, len(waiting), _DRAWS):
+            part = waiting[start : start + _DRAWS]
+            owners = torch.tensor([i for i, _ in part], device=logits_NV.device)
+            replies += self._draw([s for _, s in part], logits_NV[owners])
+        self._ready.extend((s, prefills[i].cache) for i, s in waiting if s.stop_reason is None)
         return replies
 
     # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
@@ -267,13 +274,11 @@ class Sampler:
     def _preempt(self) -> None:
         """Let the newest sequences wait until the others have room for one more token."""
         while not self._slab.can_step():
-            newest = max(
-                range(len(self._rows)), key=lambda row: (len(self._requests), -len(self._rows[row].tokens), row)
-            )
+            newest = min(range(len(self._rows)), key=lambda row: len(self._rows[row].tokens))
             sequence = self._rows[newest]
             self._free(newest)
             tokens = np.concatenate([np.asarray(sequence.request.message.prompt, np.int64), sequence.tokens])
-            self._enqueue(sequence.request, tokens, [sequence])
+            self._enqueue(sequence.request, tokens, [sequence], None)
 
     def _decode(self) -> list[Reply]:
         self._preempt()
