@@ -10,7 +10,7 @@ from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.model import BaseModel
 
 LEAST_BUDGET, MOST_BUDGET = 256, 2048
-"""Longer passes win nothing, for their matrix products are already large; they only take memory and keep samples waiting."""
+"""Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 
