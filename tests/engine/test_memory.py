@@ -32,9 +32,9 @@ def small_model():
 
 def test_budget_grows_with_memory_between_its_bounds(small_model):
     per_token = activation_bytes_per_token(small_model)
-    sizes = [0, 10 * per_token, 1000.5 * per_token, 2000.5 * per_token, 4000.5 * per_token, 1e6 * per_token]
+    sizes = [0, 10 * per_token, 500.5 * per_token, 1000.5 * per_token, 2000.5 * per_token, 1e6 * per_token]
     budgets = [find_token_budget(small_model, int(size)) for size in sizes]
-    assert budgets == [LEAST_BUDGET, LEAST_BUDGET, 1000, 2000, 4000, MOST_BUDGET]
+    assert budgets == [LEAST_BUDGET, LEAST_BUDGET, 500, 1000, 2000, MOST_BUDGET]
 
 
 def test_a_deeper_model_takes_more_for_each_token(small_model):

@@ -16,7 +16,7 @@ from lorimer.engine.batch import AdapterSlice
 from lorimer.engine.linear import Products, backpropagate, multiply_with_adapters
 from lorimer.engine.model import BaseModel
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 20
 
 Gradient = Callable[[slice, Tensor], Tensor]
 """From rows and their log probabilities to the gradient of the loss with respect to those."""
