@@ -13,15 +13,6 @@ from lorimer.engine.adapters import Pairs
 from lorimer.engine.attention import AttentionGroup, Shape
 
 
-class AdapterWeights(Protocol):
-    """A run being trained or a frozen sampler."""
-
-    @property
-    def weights(self) -> Pairs: ...
-    @property
-    def scale(self) -> float: ...
-
-
 class CachedAttention(Protocol):
     """Where keys and values of a sampling pass live."""
 
