@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PROTO := lorimer/types/tinker.proto
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check format bench clean
+.PHONY: help demo serve test test-slow conformance-old cookbook-official check format proto bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -13,15 +14,21 @@ help: ## List the targets
 demo: $(INSTALLED) ## Train the bundled model for a minute or two; loss and samples before and after
 	$(BIN)/python -m lorimer.engine.demo
 
-serve: ## Start the HTTP service (not in this version)
-	@echo "make serve: the HTTP service is not in this version of Lorimer; make demo runs the engine" >&2
-	@exit 1
+serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
+	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
 test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300
 
 test-slow: $(INSTALLED) ## Run the tests that are slow or download something
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+conformance-old: $(INSTALLED) ## Run seven older releases of the official SDK against a server
+	$(BIN)/python -m tests.conformance.old
+
+cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
+	$(BIN)/python -m tests.official_cookbook.environment
+	$(BIN)/python -m pytest tests/official_cookbook
 
 check: $(INSTALLED) ## Check format, lint and types
 	$(BIN)/ruff format --check .
@@ -31,6 +38,17 @@ check: $(INSTALLED) ## Check format, lint and types
 format: $(INSTALLED) ## Format the code and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Generated code runs with protobuf of its own major version and the next; from generators before 26 it runs with all that
+# came since. grpcio-tools 1.62 has generator 25.1, and needs Python 3.11 or 3.12.
+proto: ## Generate the protobuf messages from their description
+	"$(PYTHON)" -m venv build/protoc
+	build/protoc/bin/python -m pip install --disable-pip-version-check "grpcio-tools==1.62.3" "setuptools<81"
+	cd src && ../build/protoc/bin/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
+	for file in $(PROTO:%.proto=src/%_pb2.py) $(PROTO:%.proto=src/%_pb2.pyi); do \
+		printf '%s\n' "# Written by make proto (grpcio-tools 1.62.3); changes belong in tinker.proto." \
+			"# ruff: noqa" "# fmt: off" "# mypy: ignore-errors" | cat - $$file > $$file.new && mv $$file.new $$file || exit 1; \
+	done
 
 bench: $(INSTALLED) ## Measure the engine against transformers and PEFT
 	$(BIN)/python -m bench

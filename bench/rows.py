@@ -72,12 +72,8 @@ def measure_runs(contest: Contest) -> list[Line]:
         batches = {name: data[i * share : (i + 1) * share] for i, name in enumerate(ours.runs[:num_runs])}
         check.add(number, ours.dtype, ours.train(batches, "cross_entropy"), data)
 
-    def warm_up() -> None:
-        short = workloads.sft_data(lengths[:1], shape.vocab_size, 0)
-        ours.train(dict.fromkeys(ours.runs, short), "cross_entropy")
-
     contestants = [
-        Contestant(name=name, team=name, run=partial(run, num_runs=num_runs), warm_up=warm_up)
+        Contestant(name=name, team=name, run=partial(run, num_runs=num_runs), warm_up=partial(run, 0, num_runs))
         for name, num_runs in (("many", len(ours.runs)), ("ours, one run", 1))
     ]
     timings = contest.compete("runs", contestants)
@@ -101,16 +97,16 @@ def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: 
     """Distinct prompts, a fixed number of new tokens; base and adapter."""
     sizes = contest.shape.sizes
 
-    def run(number: int, side: Lorimer | Peft, with_adapter: bool, num_new: int = sizes.sample_new) -> None:
+    def run(number: int, side: Lorimer | Peft, with_adapter: bool) -> None:
         asked = workloads.prompts(num_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
-        side.sample(asked, num_samples, num_new, with_adapter)
+        side.sample(asked, num_samples, sizes.sample_new, with_adapter)
 
     contestants = [
         Contestant(
             name=f"{label} {dtype}, {weights}",
             team=f"{team} {weights}",
             run=partial(run, side=side, with_adapter=weights == "adapter"),
-            warm_up=partial(run, 0, side=side, with_adapter=weights == "adapter", num_new=2),
+            warm_up=partial(run, 0, side=side, with_adapter=weights == "adapter"),
         )
         for weights in ("base", "adapter")
         for team, label, dtype, side in _sides(contest, "generate")
@@ -146,9 +142,9 @@ def measure_iteration(contest: Contest) -> list[Line]:
     """Sample, train on the samples, publish."""
     sizes = contest.shape.sizes
 
-    def run(number: int, side: Lorimer | Peft, dtype: str, num_new: int = sizes.iteration_new) -> None:
+    def run(number: int, side: Lorimer | Peft, dtype: str) -> None:
         asked = workloads.prompts(sizes.iteration_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
-        error = side.iterate(asked, sizes.iteration_samples, num_new, number)
+        error = side.iterate(asked, sizes.iteration_samples, sizes.iteration_new, number)
         if not error <= TOLERANCE[dtype]:
             raise RuntimeError(f"{type(side).__name__} {dtype}: loss is off by {error:.2g}; it samples other weights")
 
@@ -157,7 +153,7 @@ def measure_iteration(contest: Contest) -> list[Line]:
             name=f"{label} {dtype}",
             team=team,
             run=partial(run, side=side, dtype=dtype),
-            warm_up=partial(run, 0, side=side, dtype=dtype, num_new=2),
+            warm_up=partial(run, 0, side=side, dtype=dtype),
         )
         for team, label, dtype, side in _sides(contest, "generate and PEFT")
     ]
@@ -242,10 +238,7 @@ def _training_contestants(
             data = make(number)
             check.add(number, name, train(data, loss_fn), data)
 
-        def warm_up() -> None:
-            train(make(0)[:2], loss_fn)
-
-        return Contestant(name=name, team=team, run=run, warm_up=warm_up, is_kept=name.startswith(kept))
+        return Contestant(name=name, team=team, run=run, warm_up=partial(run, 0), is_kept=name.startswith(kept))
 
     ours = [contestant(f"ours {dtype}", "ours", side.train_one) for dtype, side in contest.ours.items()]
     peers = [

@@ -23,7 +23,7 @@ class Contestant:
     run: Callable[[int], object]
     """What is timed; it is given the number of the round, from 1."""
     warm_up: Callable[[], object]
-    """Done once before the first round: the same on less data."""
+    """Done once before the first round, on as much data: the first pass of a size touches its memory."""
     is_kept: bool = False
     """Run in every round, even when a team mate is faster."""
 

@@ -118,12 +118,6 @@ def test_make_refuses_an_old_python(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_make_serve_says_that_it_is_not_there():
-    run = make("serve")
-    assert run.returncode != 0
-    assert "not in this version" in run.stderr
-
-
 # ── the checker itself ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -32,7 +32,7 @@ if name != "lorimer" and hasattr(module, "__path__"):
     names += [found.name for found in pkgutil.walk_packages(module.__path__, name + ".")]
 loaded = {}
 for name in names:
-    if not name.endswith(".__main__"):
+    if not name.endswith((".__main__", ".migrations.env")):  # these run, they are not imported
         importlib.import_module(name)
     for heavy in {"torch", "transformers"} & sys.modules.keys():
         loaded.setdefault(heavy, name)

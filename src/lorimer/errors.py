@@ -3,7 +3,13 @@
     LorimerError
     ├── InvalidInput        what the caller sent cannot be done; the message names the field and what is accepted
     │   ├── Unsupported     a thing Tinker has and Lorimer does not, refused by its name
+    │   ├── TooLarge        more bytes, tokens or items than the limit the message names
     │   └── NotFound        a run, sampler, loss or file that is not there
+    ├── Unauthorized        no credential, or one that is not known or was revoked
+    ├── Forbidden           a known caller who may not do this
+    ├── Gone                something that was there and has ended or expired
+    ├── Busy                a full queue; the same request is accepted later
+    ├── StorageError        the database or the data directory cannot be used; nothing was changed
     ├── ModelRefused        a base model that cannot be served, with the reason
     ├── ModelNotFound       a model reference that no source knows; lists the places looked at
     ├── CheckpointError     a saved state that is missing, torn or of another shape
@@ -27,8 +33,32 @@ class Unsupported(InvalidInput):
     """The input asks for something Lorimer does not have."""
 
 
+class TooLarge(InvalidInput):
+    """The input exceeds a limit; the message has both numbers."""
+
+
 class NotFound(InvalidInput):
     """The input names something that does not exist."""
+
+
+class Unauthorized(LorimerError):
+    """The caller has not shown who they are."""
+
+
+class Forbidden(LorimerError):
+    """The caller is known and may not do this."""
+
+
+class Gone(LorimerError):
+    """What the input names has ended or expired."""
+
+
+class Busy(LorimerError):
+    """There is no room for the request now."""
+
+
+class StorageError(LorimerError):
+    """Durable facts cannot be read or written."""
 
 
 class ModelRefused(LorimerError):

@@ -1,1 +1,1 @@
-"""The command ``lorimer`` and its subcommands. Runs on the user's machine; loads the server only to serve."""
+"""The command line. Commands load what they need when they run, so that ``lorimer --help`` is quick."""

@@ -1,1 +1,1 @@
-"""The SDK: clients, futures, retries, heartbeats and transports. Runs on the user's machine."""
+"""The SDK: clients over HTTP or in this process, under the names and with the semantics of the official one."""

@@ -101,6 +101,8 @@ def packed_attention(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.detach().float(),
     )
+    if not hasattr(module, "lorimer_shape"):
+        module.lorimer_shape = shape
     q_HTD, k_KTD, v_KTD = query[0], key[0], value[0]
     if current.cache is not None:
         out_THD = current.cache.attend(module.lorimer_layer, q_HTD, k_KTD, v_KTD, shape)

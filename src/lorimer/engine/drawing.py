@@ -70,7 +70,8 @@ def draw(logprobs_NV: Tensor, rules: DrawRules, numbers_N: np.ndarray) -> Tensor
         if 0 < top_k < probabilities_NV.shape[1] or top_p < 1:
             _truncate_(probabilities_NV[row], top_k, top_p)
     tokens = _invert(probabilities_NV, torch.from_numpy(numbers_N).to(logprobs_NV.device, torch.float32))
-    return torch.where(rules.temperatures == 0, logprobs_NV.argmax(-1), tokens)
+    is_greedy_N = rules.temperatures == 0
+    return torch.where(is_greedy_N, logprobs_NV.argmax(-1), tokens) if bool(is_greedy_N.any()) else tokens
 
 
 def _truncate_(probabilities_V: Tensor, top_k: int, top_p: float) -> None:

@@ -186,6 +186,8 @@ class DecodeAttention:
         keys = torch.arange(self._num_keys, device=rows_T.device)
         self._distance_NC = lengths[:, None] - keys
         self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotation: tuple[Tensor, Tensor]
 
     def _mask(self, window: int | None, num_kv: int, like: Tensor) -> Tensor:
         """Zero at keys a row sees, minus infinity elsewhere: ``(N * K, 1, keys)``; made once for all layers alike."""
@@ -199,14 +201,19 @@ class DecodeAttention:
         return self._masks[key]
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor:
+        return self.attend_rows(layer, q_HTD.transpose(0, 1), k_KTD.transpose(0, 1), v_KTD.transpose(0, 1), shape)
+
+    def attend_rows(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, shape: Shape) -> Tensor:
+        """The same with rows first, in the order of the pass; answers ``(N, H, D)``."""
         k_cache, v_cache = self._slab.layer(layer)
-        k_cache[self._rows_T, :, self._positions_T] = k_KTD.transpose(0, 1)
-        v_cache[self._rows_T, :, self._positions_T] = v_KTD.transpose(0, 1)
-        num_rows, num_kv = len(self._rows_T), k_cache.shape[1]
-        q_THD = q_HTD.transpose(0, 1)
-        q_NHD = q_THD if self._in_order else q_THD[self._back_T]
-        q = q_NHD.reshape(num_rows * num_kv, -1, q_HTD.shape[2])
-        k, v = (x[:num_rows].flatten(0, 1)[:, : self._num_keys] for x in (k_cache, v_cache))
+        k_cache[self._rows_T, :, self._positions_T] = k_NKD
+        v_cache[self._rows_T, :, self._positions_T] = v_NKD
+        num_rows, num_kv = k_NKD.shape[:2]
+        if not self._in_order:
+            q_NHD = q_NHD[self._back_T]
+        q = q_NHD.reshape(num_rows * num_kv, -1, q_NHD.shape[2])
+        k = k_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
+        v = v_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
         mask = self._mask(shape.window, num_kv, q)
         if shape.softcap is None:
             scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=shape.scale)
@@ -214,8 +221,16 @@ class DecodeAttention:
             scores = torch.bmm(q, k.transpose(1, 2)).mul_(shape.scale / shape.softcap)
             scores = scores.tanh_().mul_(shape.softcap).add_(mask)
         p = softmax_with_sinks(scores.float().unsqueeze(2), shape.sinks).squeeze(2)
-        out_NHD = torch.bmm(p.to(v.dtype), v).view(num_rows, q_HTD.shape[0], -1)
+        out_NHD = torch.bmm(p.to(v.dtype), v).view(num_rows, -1, v.shape[2])
         return out_NHD if self._in_order else out_NHD[self._rows_T]
+
+    def rotation(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Factors ``(N, 1, D)`` of a head and of the head with its halves swapped, from a model's cosines and sines."""
+        if self._rotary is not rotary:
+            cos, sin = (x[0].unsqueeze(1) for x in rotary)
+            half = sin.shape[-1] // 2
+            self._rotary, self._rotation = rotary, (cos, torch.cat([-sin[..., :half], sin[..., half:]], -1))
+        return self._rotation
 
     def finish(self) -> None:
         self._slab.lengths = [length + 1 for length in self._slab.lengths]

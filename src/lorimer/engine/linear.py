@@ -117,13 +117,13 @@ class Siblings:
         biases = [layer.matrix.bias for layer in layers]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
         self.most_rows = most_rows
-        self._matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
+        self.matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
         self._ranges: dict[int, slice] = {}
-        self._targets: list[LoraTarget] = []
+        self.targets: list[LoraTarget] = []
         start = 0
         for layer in layers:
             self._ranges[id(layer)] = slice(start, start + layer.out_features)
-            self._targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
+            self.targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
             start += layer.out_features
         self._input: Tensor | None = None
         self._output: Tensor | None = None
@@ -131,7 +131,7 @@ class Siblings:
 
     def multiply(self, layer: FrozenLinear, x: Tensor, rows: Tensor, slices: list[AdapterSlice]) -> Tensor:
         if self._input is not x or id(layer) not in self._left or self._output is None:
-            self._output, _ = multiply_with_adapters(rows, self._matrix, self._targets, slices)
+            self._output, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
             self._input, self._left = x, set(self._ranges)
         self._left.discard(id(layer))
         y = self._output[:, self._ranges[id(layer)]]

@@ -13,6 +13,7 @@ LEAST_BUDGET, MOST_BUDGET = 256, 2048
 """Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
+_MOST_AT_ONCE = 4
 
 
 def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
@@ -22,9 +23,9 @@ def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
 
 
 def activation_bytes_per_token(model: BaseModel) -> float:
-    """Bytes that one token of a pass with a rank-32 adapter keeps until the backward pass, twice over.
+    """Bytes that one token of a pass with a rank-32 adapter keeps until the backward pass, and those it adds there.
 
-    The second share is for what the backward pass itself holds for a moment.
+    The backward pass takes as much again in gradients, and for a moment some tensors of a layer's largest size.
     """
     adapter = create_adapter(model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.torch)
     frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
@@ -45,4 +46,4 @@ def activation_bytes_per_token(model: BaseModel) -> float:
         hidden = model.hidden(tokens, torch.arange(_PROBE_TOKENS, device=tokens.device), current)
     inner = 4 * _PROBE_RANK * len(model.targets)
     del hidden
-    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner)
+    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _MOST_AT_ONCE * max(kept.values()) / _PROBE_TOKENS

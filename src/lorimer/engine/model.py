@@ -27,7 +27,9 @@ from lorimer.engine.experts import packed_experts
 from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
 from lorimer.engine.lora import LoraTarget, find_targets
+from lorimer.engine.mlp import replace_gated_mlps
 from lorimer.engine.norms import replace_norms
+from lorimer.engine.stepping import LayerStep
 from lorimer.errors import ModelRefused
 
 IMPLEMENTATION = "lorimer"
@@ -82,6 +84,7 @@ class BaseModel:
             except (AttributeError, RuntimeError, TypeError) as error:
                 # Models that compute their attention themselves stumble over the mask they are not given.
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
+            self._probe_steps(probe[0].to(device.torch))
 
     def _inject(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
@@ -107,8 +110,12 @@ class BaseModel:
         join_siblings(model, packed_rows)
         _number_attention_layers(model)
         replace_norms(model)
+        replace_gated_mlps(model, self.slot)
+        self.steps = []
         for layer in _decoder_layers(model):
-            layer.forward = _checkpointable(layer.forward, self.slot)
+            step = LayerStep(layer, _checkpointable(layer.forward, self.slot), self.slot)
+            layer.forward = step
+            self.steps.append(step)
         _use_implementation(model, IMPLEMENTATION)
         self.decoder = model.get_decoder()
 
@@ -146,16 +153,28 @@ class BaseModel:
 
     def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
         """Hidden state of the last token, the others coming from a key/value cache."""
-        length, cache, slab = len(tokens), PromptCache(len(tokens)), Slab(1 << 20)
-        positions = torch.arange(length, device=tokens.device)
-        prefill = PrefillAttention([PrefillSpan(0, length - 1, cache)])
-        self.hidden(tokens[:-1], positions[:-1], Pass([], cache=prefill))
+        positions = torch.tensor([len(tokens) - 1], device=tokens.device)
+        return self._decode(tokens[:-1], tokens[-1:], positions)
+
+    def _probe_steps(self, tokens: Tensor) -> None:
+        """Find the layers whose decoding can be shortened: on rows at the next and at far positions."""
+        for step in self.steps:
+            step.probe()
+        positions = [len(tokens) - 3, self.max_context // 2, self.max_context - 1]
+        self._decode(tokens[:-3], tokens[-3:], torch.tensor(positions, device=tokens.device))
+
+    def _decode(self, prompt: Tensor, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Hidden states of tokens that each follow the prompt, whose keys and values come from the cache."""
+        cache, slab = PromptCache(len(prompt)), Slab(1 << 20)
+        prefill = PrefillAttention([PrefillSpan(0, len(prompt), cache)])
+        self.hidden(prompt, torch.arange(len(prompt), device=prompt.device), Pass([], cache=prefill))
         prefill.finish()
         if not cache.layers:
             raise ModelRefused(f"{self.architecture} does not use transformers' attention interface")
-        slab.add(cache)
-        decode = DecodeAttention(slab, torch.zeros(1, dtype=torch.long, device=tokens.device))
-        return self.hidden(tokens[-1:], positions[-1:], Pass([], cache=decode))
+        for _ in tokens_N:
+            slab.add(cache)
+        decode = DecodeAttention(slab, torch.arange(len(tokens_N), device=prompt.device))
+        return self.hidden(tokens_N, positions_N, Pass([], cache=decode))
 
 
 def register_implementations() -> None:

@@ -7,6 +7,7 @@ norm that is different in any way simply stays as it is.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -20,6 +21,8 @@ class FrozenRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             return _RMSNorm.apply(x, self.weight, self.eps)
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return (x.float() * _inverse_rms(x, self.eps)).mul_(self.weight).to(x.dtype)
 
 

@@ -73,6 +73,8 @@ class EngineProcess:
         """Why the process is about to end, if it is known."""
         self.ready: Future[ModelInfo] = _future()
         """Resolves when the model is loaded, or fails with the reason it cannot be."""
+        self.ended: Future[str] = _future()
+        """Resolves when the process has ended, with what is known of why."""
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._outbox.put(msgspec.msgpack.encode(config))
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
@@ -165,6 +167,11 @@ class EngineProcess:
             self.ready.set_exception(EngineDied(death))
         for future in pending.values():
             future.set_exception(EngineDied(death))
+        self.ended.set_result(death)
+
+    def kill(self) -> None:
+        """End the process at once; what it was doing fails as when it dies by itself."""
+        self._process.kill()
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Let the pass under way end, then stop the process; one that does not listen is killed."""

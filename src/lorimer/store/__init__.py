@@ -1,1 +1,6 @@
-"""Durable facts: the database, blobs and checkpoints, migrations and retention. Runs in the API process."""
+"""Durable facts: the database, blobs and the data directory, migrations and retention. Runs in the API process."""
+
+from lorimer.store.database import Store
+from lorimer.store.directory import DataDirectory, DiskFull
+
+__all__ = ["DataDirectory", "DiskFull", "Store"]

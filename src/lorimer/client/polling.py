@@ -1,0 +1,165 @@
+"""Waiting for the result of an accepted request: long polls, again and again, through restarts of the server."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import httpx2
+import msgspec
+from pydantic import BaseModel
+
+from lorimer.client.connection import Connection
+from lorimer.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    BillingError,
+    RateLimitError,
+    RequestFailedError,
+    ResultLost,
+)
+from lorimer.client.queue_notes import QueueNotes
+from lorimer.client.retries import Backoff, told_delay
+from lorimer.client.transport import BILLING_PAUSE_SECONDS, decoded, parse, succeeded
+from lorimer.errors import InvalidInput
+from lorimer.types import RequestErrorCategory, TryAgainResponse
+from lorimer.types.compatibility import PROTOBUF
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+POLL_SECONDS = 45.0
+"""Of one poll, on our side; servers answer before."""
+MOST_BAD_REQUESTS = 3
+LEAST_LOOP_SECONDS = 0.05
+"""Between polls that a server answers at once without a result."""
+
+
+@dataclass(frozen=True)
+class ResultKind(Generic[T]):
+    """What is waited for: its name on the wire, the form it comes in, and how it is read."""
+
+    request_type: str
+    accept: str
+    read: Callable[[httpx2.Response], T]
+
+
+def json_result(request_type: str, model: type[M]) -> ResultKind[M]:
+    return ResultKind(request_type, "application/json", lambda response: parse(model, response))
+
+
+def protobuf_result(request_type: str, decode: Callable[[bytes], T]) -> ResultKind[T]:
+    def read(response: httpx2.Response) -> T:
+        if not response.headers.get("content-type", "").startswith(PROTOBUF):
+            raise APIResponseValidationError(response, decoded(response), f"the result is not {PROTOBUF}")
+        try:
+            return decode(response.content)
+        except InvalidInput as error:
+            raise APIResponseValidationError(response, None, str(error)) from error
+
+    return ResultKind(request_type, PROTOBUF, read)
+
+
+async def wait_for_result(
+    connection: Connection, request_id: str, kind: ResultKind[T], notes: QueueNotes, *, metadata_first: bool = True
+) -> T:
+    """The result, however long it takes. Raises what the work failed with, or ``ResultLost``."""
+    poll = _Poll(connection, request_id, kind, notes)
+    while True:
+        response, size = await poll.next(metadata_first)
+        if response is not None:
+            return kind.read(response)
+        if size is not None:
+            async with connection.result_budget.take(size):
+                response, _ = await poll.until_answered()
+                return kind.read(response)
+
+
+class _Poll(Generic[T]):
+    def __init__(self, connection: Connection, request_id: str, kind: ResultKind[T], notes: QueueNotes) -> None:
+        self._connection = connection
+        self._request_id = request_id
+        self._kind = kind
+        self._notes = notes
+        self._num_polls = 0
+        self._num_bad = 0
+        self._backoff = Backoff(first=0.1, most=5.0)
+
+    async def until_answered(self) -> tuple[httpx2.Response, None]:
+        while True:
+            response, _ = await self.next(metadata_first=False)
+            if response is not None:
+                return response, None
+
+    async def next(self, metadata_first: bool) -> tuple[httpx2.Response | None, int | None]:
+        """One poll: the answer with the result, or its size, or neither if it is not there yet."""
+        transport, began = self._connection.transport, time.monotonic()
+        try:
+            response = await transport.send(
+                "POST",
+                "/api/v1/retrieve_future",
+                content=msgspec.json.encode({"request_id": self._request_id, "allow_metadata_only": metadata_first}),
+                headers={
+                    "Content-Type": "application/json",
+                    "Accept": self._kind.accept,
+                    "X-Tinker-Request-Type": self._kind.request_type,
+                    "X-Tinker-Request-Iteration": str(self._num_polls),
+                },
+                timeout=POLL_SECONDS,
+            )
+            self._num_polls += 1
+            if response.status_code >= 400:
+                await self._not_yet(response, began)
+                return None, None
+        except (APIConnectionError, RateLimitError) as error:
+            transport.report(error)
+            await asyncio.sleep(self._backoff.next())
+            return None, None
+        self._backoff.reset()
+        return await self._read(response, began)
+
+    async def _not_yet(self, response: httpx2.Response, began: float) -> None:
+        """Wait as the status asks for, or raise if waiting does not help."""
+        status, transport = response.status_code, self._connection.transport
+        if status == 408:
+            self._backoff.reset()
+            await self._hear(response, began)
+        elif status >= 500:
+            await asyncio.sleep(told_delay(response.headers) or self._backoff.next())
+        elif status == 400 and self._num_bad < MOST_BAD_REQUESTS:
+            self._num_bad += 1
+        elif status == 410:
+            raise ResultLost(f"the server has no result for request {self._request_id}: {decoded(response)}")
+        else:
+            try:
+                succeeded(response)
+            except BillingError as error:
+                transport.report(error)
+                await asyncio.sleep(BILLING_PAUSE_SECONDS)
+
+    async def _hear(self, response: httpx2.Response, began: float) -> None:
+        self._notes.hear(parse(TryAgainResponse, response))
+        await asyncio.sleep(max(0.0, began + LEAST_LOOP_SECONDS - time.monotonic()))
+
+    async def _read(self, response: httpx2.Response, began: float) -> tuple[httpx2.Response | None, int | None]:
+        if response.headers.get("content-type", "").startswith(PROTOBUF):
+            return response, None
+        values: Any = decoded(response)
+        if not isinstance(values, dict):
+            raise APIResponseValidationError(response, values, "the answer to a poll is no object")
+        if values.get("type") == "try_again":
+            await self._hear(response, began)
+            return None, None
+        if values.get("status") == "complete_metadata":
+            return None, int(values.get("response_payload_size", 0))
+        if "error" in values:
+            raise RequestFailedError(str(values["error"]), self._request_id, _category(values.get("category")))
+        return response, None
+
+
+def _category(value: object) -> RequestErrorCategory:
+    try:
+        return RequestErrorCategory(str(value))
+    except ValueError:
+        return RequestErrorCategory.Unknown

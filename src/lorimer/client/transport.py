@@ -1,0 +1,209 @@
+"""Requests and answers: one pool of HTTP/1.1 connections, or the service in this process, behind the same calls.
+
+``send`` does one request and turns whatever goes wrong into an exception of ``errors``; ``call`` repeats it while that
+may help. Every request that changes something carries a key by which a server knows a repetition.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from lorimer import __version__
+from lorimer.client.credentials import Credentials
+from lorimer.client.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    BillingError,
+    status_error,
+)
+from lorimer.client.loop import LoopThread
+from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, told_delay
+from lorimer.types.compatibility import NEWEST
+
+log = logging.getLogger("lorimer")
+
+M = TypeVar("M", bound=BaseModel)
+OpenTransport = Callable[[], Awaitable[httpx2.AsyncBaseTransport]]
+
+JSON = "application/json"
+TIMEOUT_SECONDS = 60.0
+CONNECT_SECONDS = 5.0
+BILLING_PAUSE_SECONDS = 5.0
+KEEP_ALIVE_SECONDS = 30.0
+REPORT_SECONDS = 60.0
+"""A server that does not answer is spoken of this often."""
+
+
+class Transport:
+    def __init__(
+        self,
+        base_url: str,
+        credentials: Credentials,
+        loop: LoopThread,
+        headers: Mapping[str, str] | None = None,
+        open_transport: OpenTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.credentials = credentials
+        self.billing_seconds = 3600.0
+        self._loop = loop
+        self._open_transport = open_transport or _open_http
+        self._client: httpx2.AsyncClient | None = None
+        self._opening = asyncio.Lock()
+        self._reported_at = 0.0
+        self._headers = {
+            "User-Agent": f"Lorimer/Python {__version__}",
+            # The release of the official SDK whose protocol this one speaks.
+            "X-Stainless-Package-Version": str(NEWEST),
+            **(headers or {}),
+        }
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> httpx2.Response:
+        """The answer, whatever its status; raises only if there is none."""
+        client = self._client or await self._open()
+        credential = await self.credentials.header()
+        # The credential of a call, if it has one, goes before the client's own.
+        request = client.build_request(
+            method,
+            self.base_url + path,
+            content=content,
+            headers={**credential, **(headers or {})},
+            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS),
+        )
+        try:
+            response = await client.send(request)
+        except httpx2.TimeoutException as error:
+            raise APITimeoutError(request) from error
+        except (httpx2.HTTPError, OSError) as error:
+            message = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
+            raise APIConnectionError(request, message) from error
+        if response.status_code == 400 and not response.content:
+            # A proxy's: servers of this protocol always say why.
+            raise APIConnectionError(request, "an empty answer of status 400, as broken proxies give")
+        if note := response.headers.get("x-deprecation-note"):
+            level = logging.ERROR if response.headers.get("x-deprecation-level") == "error" else logging.WARNING
+            log.log(level, "%s", note)
+        return response
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | Mapping[str, Any] | bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        patience: float = PATIENCE_SECONDS,
+        final: tuple[int, ...] = (),
+    ) -> httpx2.Response:
+        """The answer of a successful request. Errors that may pass are waited out for ``patience`` seconds.
+
+        Those with a status in ``final`` are raised at once.
+        """
+        sent = {"Content-Type": JSON} if body is not None else {}
+        if method != "GET":
+            sent["X-Idempotency-Key"] = uuid.uuid4().hex
+        sent.update(headers or {})
+        content = encode(body)
+        backoff, since = Backoff(), time.monotonic()
+        while True:
+            try:
+                return succeeded(await self.send(method, path, content=content, headers=sent, timeout=timeout))
+            except BillingError as error:
+                if patience == 0 or 402 in final or time.monotonic() - since > self.billing_seconds:
+                    raise
+                self.report(error)
+                delay = BILLING_PAUSE_SECONDS
+            except (APIConnectionError, APIStatusError) as error:
+                delay = backoff.next()
+                if isinstance(error, APIStatusError):
+                    delay = told_delay(error.response.headers) or delay
+                    if error.status_code in final:
+                        raise
+                if not is_transient(error) or time.monotonic() + delay - since > patience:
+                    raise
+                self.report(error)
+            await asyncio.sleep(delay)
+
+    async def ask(self, model: type[M], method: str, path: str, body: Any = None, **options: Any) -> M:
+        """The answer as an object."""
+        return parse(model, await self.call(method, path, body, **options))
+
+    def report(self, error: Exception) -> None:
+        """Say that the server is being waited for; not every time."""
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            log.warning("%s; trying again", error)
+
+    async def _open(self) -> httpx2.AsyncClient:
+        async with self._opening:
+            if self._client is None:
+                transport = await self._open_transport()
+                self._client = httpx2.AsyncClient(transport=transport, headers=self._headers, follow_redirects=True)
+                weakref.finalize(self, _close, self._loop, self._client).atexit = False
+            return self._client
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+
+async def _open_http() -> httpx2.AsyncBaseTransport:
+    # How many connections are open at once is limited by those who use them; a limit here would let polls, which are
+    # held, keep submits waiting.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
+    return httpx2.AsyncHTTPTransport(limits=limits)
+
+
+def _close(loop: LoopThread, client: httpx2.AsyncClient) -> None:
+    if not loop.loop.is_closed():
+        loop.loop.call_soon_threadsafe(lambda: loop.loop.create_task(client.aclose()))
+
+
+def encode(body: BaseModel | Mapping[str, Any] | bytes | None) -> bytes | None:
+    """Bytes of a body: fields that are None are left out of models, and kept in mappings."""
+    if body is None or isinstance(body, bytes):
+        return body
+    if isinstance(body, BaseModel):
+        return body.model_dump_json(exclude_none=True).encode()
+    return msgspec.json.encode(body)
+
+
+def decoded(response: httpx2.Response) -> Any:
+    """The JSON of an answer, or its text."""
+    try:
+        return msgspec.json.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return response.text
+
+
+def succeeded(response: httpx2.Response) -> httpx2.Response:
+    if response.status_code >= 400:
+        raise status_error(response, decoded(response))
+    return response
+
+
+def parse(model: type[M], response: httpx2.Response) -> M:
+    try:
+        return model.model_validate_json(response.content)
+    except ValidationError as error:
+        message = f"the answer is no {model.__name__}: {error.errors(include_url=False)[0]['msg']}"
+        raise APIResponseValidationError(response, decoded(response), message) from None

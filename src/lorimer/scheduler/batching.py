@@ -1,0 +1,88 @@
+"""Which operations an engine gets next. A pure function of what waits; the table of cases is in its test.
+
+A turn is at most one barrier of each run (optimiser step, save, load), then training operations of any runs and users
+that are computed as one batch.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lorimer.scheduler.operation import BARRIER_TOKENS, Operation
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What one run offers, in its order."""
+
+    user_id: str
+    operations: Sequence[Operation]
+
+
+@dataclass(frozen=True)
+class Turn:
+    barriers: list[Operation] = field(default_factory=list)
+    training: list[Operation] = field(default_factory=list)
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [*self.barriers, *self.training]
+
+
+def next_turn(
+    queues: Sequence[Queue], served: Callable[[str], float], token_budget: int, *, alone: bool = False
+) -> Turn:
+    """The next turn; empty if nothing waits. With ``alone`` it has one operation.
+
+    Training goes to the user who was served least, counting what this turn already gives, one operation at a time,
+    until the budget is full. An operation larger than the budget gets a turn of its own.
+    """
+    queues = [queue for queue in queues if queue.operations]
+    if alone:
+        first = [queue.operations[0] for queue in queues[:1]]
+        return Turn([op for op in first if not op.is_training], [op for op in first if op.is_training])
+    barriers = [queue.operations[0] for queue in queues if not queue.operations[0].is_training]
+    accounts = {queue.user_id: served(queue.user_id) for queue in queues}
+    for queue in queues:
+        if not queue.operations[0].is_training:
+            accounts[queue.user_id] += BARRIER_TOKENS
+    return Turn(barriers, _fill(queues, accounts, token_budget))
+
+
+def _prefix(queue: Queue, token_budget: int) -> list[Operation]:
+    """What can be computed before the run's next barrier, no more than fits."""
+    prefix: list[Operation] = []
+    room = token_budget
+    for operation in queue.operations:
+        if not operation.is_training or (prefix and operation.tokens > room):
+            break
+        prefix.append(operation)
+        room -= operation.tokens
+    return prefix
+
+
+def _fill(queues: Sequence[Queue], accounts: dict[str, float], token_budget: int) -> list[Operation]:
+    # Of each user, the runs by how long their next operation has waited; the numbers only break ties.
+    by_user: dict[str, list[tuple[float, int, list[Operation]]]] = {}
+    for number, queue in enumerate(queues):
+        if prefix := _prefix(queue, token_budget)[::-1]:
+            by_user.setdefault(queue.user_id, []).append((prefix[-1].received, number, prefix))
+    for runs in by_user.values():
+        heapq.heapify(runs)
+    users = [(accounts[user], user) for user in by_user]
+    heapq.heapify(users)
+    taken: list[Operation] = []
+    room = token_budget
+    while users:
+        account, user = heapq.heappop(users)
+        _, number, waiting = heapq.heappop(by_user[user])
+        if not taken or waiting[-1].tokens <= room:
+            operation = waiting.pop()
+            taken.append(operation)
+            room -= operation.tokens
+            account += operation.tokens
+            if waiting:
+                heapq.heappush(by_user[user], (waiting[-1].received, number, waiting))
+        if by_user[user]:
+            heapq.heappush(users, (account, user))
+    return taken

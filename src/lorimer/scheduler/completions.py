@@ -1,0 +1,94 @@
+"""Which samples of a sampling session have finished, in order: for clients that ask for all of theirs at once.
+
+The cursor is a time in microseconds that never repeats, so it still rises after a restart; what had finished before
+is then listed once more, and clients pass over what they have.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lorimer.scheduler.operation import Operation, Outcome
+from lorimer.store import futures
+from lorimer.store.database import Store
+
+CLONE_STRIDE = 1_000_000_000
+"""Numbers of the n-th client of a sampling session begin at n times this."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    request_id: str
+    state: Literal["finished", "failed"]
+    size: int
+
+
+@dataclass(eq=False)
+class _Log:
+    entries: dict[int, Completion] = field(default_factory=dict)
+    """By cursor, rising."""
+    cursor: int = 0
+    news: "asyncio.Event" = field(default_factory=asyncio.Event)
+    asked_at: float = field(default_factory=time.monotonic)
+
+    def append(self, request_id: str, is_done: bool, size: int) -> None:
+        self.cursor = max(self.cursor + 1, time.time_ns() // 1000)
+        self.entries[self.cursor] = Completion(request_id, "finished" if is_done else "failed", size)
+        self.news.set()
+
+    def acknowledge(self, cursor: int) -> None:
+        self.cursor = max(self.cursor, cursor)  # also if the clock was set back
+        while self.entries and (first := next(iter(self.entries))) <= cursor:
+            del self.entries[first]
+
+
+class CompletionLogs:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._logs: dict[tuple[str, int], _Log] = {}
+
+    def add(self, operation: Operation, outcome: Outcome) -> None:
+        log = self._logs.get((operation.lane, operation.seq_id // CLONE_STRIDE))
+        if log is not None:
+            log.append(operation.request_id, outcome.state == "done", len(outcome.result))
+
+    async def after(
+        self, sampling_session_id: str, clone_id: int, prev_cursor: int, timeout: float
+    ) -> tuple[list[Completion], int]:
+        """Entries after the cursor, at once or when there are some, and the new cursor."""
+        key = (sampling_session_id, clone_id)
+        log = self._logs.get(key)
+        if log is None:
+            log = self._logs[key] = _Log(cursor=prev_cursor)
+            await self._recall(key, log)
+        log.asked_at = time.monotonic()
+        log.acknowledge(prev_cursor)
+        if not log.entries and timeout > 0:
+            log.news.clear()
+            waiting = asyncio.ensure_future(log.news.wait())
+            try:
+                await asyncio.wait([waiting], timeout=timeout)
+            finally:
+                waiting.cancel()
+        found = {cursor: entry for cursor, entry in log.entries.items() if cursor > prev_cursor}
+        return list(found.values()), max(found, default=prev_cursor)
+
+    async def _recall(self, key: tuple[str, int], log: _Log) -> None:
+        """List what had finished before anybody asked; those that finish meanwhile may be listed twice."""
+        sampling_session_id, clone_id = key
+        try:
+            rows = await self._store.read(futures.journal, sampling_session_id, clone_id * CLONE_STRIDE - 1)
+        except BaseException:
+            self._logs.pop(key, None)
+            raise
+        for row in rows:
+            assert row.seq_id is not None
+            if row.seq_id // CLONE_STRIDE == clone_id and row.state != "queued" and row.fetched_at is None:
+                log.append(row.request_id, row.state == "done", row.result_size)
+
+    def forget(self, sampling_session_ids: set[str], asked_before: float) -> None:
+        """Drop the logs of these, and those nobody has asked for since; they are made again when somebody does."""
+        for key, log in list(self._logs.items()):
+            if key[0] in sampling_session_ids or log.asked_at < asked_before:
+                del self._logs[key]

@@ -1,0 +1,71 @@
+"""What the journal keeps of a request, beside the training data, which it keeps in the wire's own protobuf form."""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Base of all; unlike messages, these are read by later versions too, so unknown fields are passed over."""
+
+
+class CreateModel(Payload):
+    """A run is made from its row; these weights, if any, are loaded into it first."""
+
+    path: str | None = None
+    weights_name: str | None = None
+    optimizer: bool = False
+    answers_load: bool = False
+    """Asked for by ``load_weights`` with a session instead of a run, and answered in its form."""
+
+
+class OptimStep(Payload):
+    params: dict[str, float]
+
+
+class Save(Payload):
+    checkpoint_kind: Literal["training", "sampler", "external"]
+    name: str
+    expires_at: float | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    recipients: list[str] | None = None
+    """Of age encryption; external weights only."""
+
+
+class SaveEphemeral(Payload):
+    """Freeze the weights as an unnamed sampler."""
+
+    sampling_session_seq_id: int
+
+
+class Load(Payload):
+    path: str
+    weights_name: str
+    optimizer: bool
+
+
+class CreateLoss(Payload):
+    loss_id: str
+    name: str
+    inputs: list[tuple[str, int]]
+    graph: dict[str, Any]
+
+
+class Sample(Payload):
+    request: bytes
+    """The request's JSON, with the seed that was chosen for it."""
+
+
+AnyPayload = CreateModel | OptimStep | Save | SaveEphemeral | Load | CreateLoss | Sample
+
+_decoder = msgspec.msgpack.Decoder(AnyPayload)
+
+
+def encode_payload(payload: AnyPayload) -> bytes:
+    return msgspec.msgpack.encode(payload)
+
+
+def decode_payload(data: bytes) -> AnyPayload:
+    payload: AnyPayload = _decoder.decode(data)
+    return payload

@@ -1,0 +1,101 @@
+"""The sweep: results that were fetched, checkpoints whose time is over, samplers and runs nobody uses, weights nobody
+names, and what is kept in memory of all these."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection
+
+from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.store import audit, checkpoints, futures, runs, samplers, weights
+from lorimer.store.runs import Run
+from lorimer.store.samplers import SamplingSession
+from lorimer.store.weights import Weights
+from lorimer.types.paths import checkpoint_path
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("lorimer.scheduler")
+
+
+@dataclass(frozen=True)
+class _Forgotten:
+    samplers: list[SamplingSession]
+    weights: list[Weights]
+    runs: list[Run]
+
+
+async def sweep(scheduler: "Scheduler") -> None:
+    limits, now = scheduler.limits, datetime.now(UTC)
+    while True:
+        freed = await scheduler.store.write(
+            futures.expire,
+            now=now,
+            fetched_before=now - timedelta(seconds=limits.result_seconds_after_fetch),
+            finished_before=now - timedelta(seconds=limits.result_seconds),
+            rows_before=now - timedelta(seconds=limits.history_seconds),
+        )
+        if not (freed.results or freed.payloads or freed.rows):
+            break
+    lanes = {operation.lane for operation in scheduler.open.values()}
+    read = {operation.reads for operation in scheduler.open.values() if operation.reads is not None}
+    gone = await scheduler.store.write(_forget, now, limits, lanes, read)
+    for run in gone.runs:
+        if (model := scheduler.models.get(run.base_model)) is not None:
+            model.training.expire(run.model_id)
+    directory = scheduler.directory
+    paths = [directory.weights / found.name for found in gone.weights]
+    paths += [directory.snapshots / run.snapshot_name for run in gone.runs if run.snapshot_name is not None]
+    for path in paths:
+        await asyncio.to_thread(directory.remove, path)
+    if gone.samplers or paths:
+        log.info(
+            "forgot %d samplers and %d runs, removed %d directories", len(gone.samplers), len(gone.runs), len(paths)
+        )
+    _forget_memory(scheduler, gone)
+
+
+def _forget_memory(scheduler: "Scheduler", gone: _Forgotten) -> None:
+    asked_before = time.monotonic() - scheduler.limits.result_seconds
+    scheduler.completions_log.forget({sampler.sampling_session_id for sampler in gone.samplers}, asked_before)
+    sessions = set()
+    for model in scheduler.models.values():
+        model.training.forget_idle()
+        sessions |= {state.run.session_id for state in model.training.runs.values()}
+    for loss_id in [loss_id for loss_id in scheduler.known_losses if loss_id.rpartition(":loss:")[0] not in sessions]:
+        del scheduler.known_losses[loss_id]  # read again when a run of the session comes back
+
+
+def _forget(c: Connection, now: datetime, limits: SchedulerLimits, lanes: set[str], read: set[str]) -> _Forgotten:
+    """The rows go first; a directory without a row is removed at the next start, a row without one never exists.
+
+    Samplers and runs of ``lanes`` have something to do; weights called as in ``read`` are about to be loaded.
+    """
+    for checkpoint in checkpoints.expired(c, now):
+        checkpoints.delete(c, checkpoint.checkpoint_key)
+        path = checkpoint_path(checkpoint.model_id, checkpoint.kind, checkpoint.name)
+        audit.record(
+            c, user_id=checkpoint.user_id, event="checkpoint_expired", model_id=checkpoint.model_id, tinker_path=path
+        )
+    samplers.touch_samplers(c, dict.fromkeys(lanes, now))
+    idle_before = now - timedelta(seconds=limits.sampler_idle_seconds)
+    old_before = now - timedelta(seconds=limits.ephemeral_seconds)
+    old = samplers.idle_ephemeral(c, keep_per_run=0, unused_before=old_before)
+    old += samplers.idle_ephemeral(c, keep_per_run=limits.ephemeral_samplers_per_run, unused_before=idle_before)
+    idle = {sampler.sampling_session_id: sampler for sampler in old}
+    samplers.delete_samplers(c, idle)
+    unnamed = [found for found in weights.unreferenced(c, sampler_idle_before=idle_before) if found.name not in read]
+    days = limits.run_seconds / 86_400
+    expired = runs.expire_runs(
+        c,
+        unused_before=now - timedelta(seconds=limits.run_seconds),
+        reason=f"the run was not used for {days:g} days and has expired; make a new one from a checkpoint",
+        except_for=lanes,
+    )
+    removed = weights.delete_weights(c, [found.weights_id for found in unnamed])
+    return _Forgotten(list(idle.values()), removed, expired)

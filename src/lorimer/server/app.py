@@ -1,0 +1,125 @@
+"""Puts a server together: opens the data directory, the store and the scheduler, and lays the layers around the routes.
+
+The application runs under ``serve.py`` and equally over an in-process ASGI transport; all it owns is opened and closed
+by its lifespan.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from lorimer.errors import InvalidInput, LorimerError, StorageError
+from lorimer.scheduler.scheduler import Scheduler
+from lorimer.server import health
+from lorimer.server.auth import Authentication
+from lorimer.server.compression import Compression
+from lorimer.server.context import Context
+from lorimer.server.control import Control
+from lorimer.server.credentials import Credentials
+from lorimer.server.errors import answer_error, answer_http_exception
+from lorimer.server.guard import Guard
+from lorimer.server.metrics import Metrics
+from lorimer.server.routes import ALL_ROUTES
+from lorimer.server.settings import Settings
+from lorimer.server.signing import Signer
+from lorimer.server.upkeep import Periodic
+from lorimer.store.database import Store
+from lorimer.store.directory import DataDirectory
+
+
+class InUse(StorageError):
+    """Another server has the data directory or the database."""
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The application; nothing is opened before its lifespan begins."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with running(settings) as context:
+            app.state.context = context
+            yield
+
+    app = Starlette(
+        routes=[*ALL_ROUTES, *health.ROUTES],
+        middleware=[
+            Middleware(Guard, settings=settings),
+            Middleware(Compression, least_bytes=settings.compress_bytes),
+            Middleware(Authentication),
+        ],
+        exception_handlers={LorimerError: answer_error, HTTPException: answer_http_exception},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+@asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Context]:
+    """A server that works off what it is given, without HTTP; everything is secured and closed on leaving."""
+    async with AsyncExitStack() as stack:
+        context = await open_context(settings, stack)
+        stack.push_async_callback(context.flush)
+        stack.push_async_callback(context.drain)
+        await context.scheduler.start()
+        for job, seconds, name in (
+            (context.flush, settings.heartbeat_flush_seconds, "flush"),
+            (context.scheduler.sweep, settings.sweep_seconds, "sweep"),
+        ):
+            periodic = Periodic(seconds, job, name)
+            periodic.start()
+            stack.push_async_callback(periodic.stop)
+        control = Control(context.credentials, context.directory.path)
+        await control.start()
+        stack.push_async_callback(control.stop)
+        if settings.starts_eagerly:
+            for name in settings.engine_configs():
+                context.scheduler.start_engine(name)
+        yield context
+
+
+async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
+    """The parts of a server, closed by ``stack``."""
+    directory, store = await asyncio.to_thread(open_store, settings)
+    stack.callback(directory.unlock)
+    stack.callback(store.close)
+    signer = Signer(directory.secret)
+    credentials = Credentials(store, signer, allow_open=settings.is_loopback)
+    await credentials.start()
+    if not (settings.is_loopback or await credentials.list()):
+        raise InvalidInput(
+            f"host is {settings.host!r}, which others can reach, and there are no keys: make one with "
+            f"`lorimer key create NAME --data {settings.data}`, or listen on 127.0.0.1"
+        )
+    scheduler = Scheduler(store, directory, settings.engine_configs(), settings.scheduler_limits())
+    return Context(
+        settings=settings,
+        store=store,
+        directory=directory,
+        scheduler=scheduler,
+        credentials=credentials,
+        metrics=Metrics(scheduler.served_models),
+        signer=signer,
+    )
+
+
+def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
+    """Lock the data directory and open the database in it, or the one named; ``InUse`` if another server has them."""
+    directory = DataDirectory(settings.data)
+    store: Store | None = None
+    try:
+        directory.lock()
+        store = Store.open(settings.database or None, directory.path, durability=settings.durability)
+        store.lock()
+    except BaseException as error:
+        if store is not None:
+            store.close()
+        directory.unlock()
+        if isinstance(error, StorageError) and " is in use by " in str(error):
+            raise InUse(str(error)) from error
+        raise
+    return directory, store

@@ -1,0 +1,66 @@
+"""The layer that lets a request in: deny by default, with a short list of what is public.
+
+It runs before routing, so a path that does not exist needs a key too, and a new route is closed until it is listed
+here. Who a credential belongs to is left to ``credentials.py``.
+"""
+
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorimer.errors import Unauthorized
+from lorimer.server.context import Context
+from lorimer.server.errors import error_response
+from lorimer.server.settings import Settings
+from lorimer.server.signing import DOWNLOADS
+from lorimer.types.compatibility import SdkVersion
+
+PUBLIC = {"/api/v1/healthz", "/readyz"}
+"""Answered to everybody, with GET and HEAD."""
+METRICS = "/metrics"
+SAFE_METHODS = {"GET", "HEAD"}
+
+
+class Authentication:
+    """Sets ``state.user``, ``state.key`` and ``state.sdk``, or answers 401."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        state = scope["state"]
+        state["sdk"] = SdkVersion.of_request(headers)
+        context: Context = scope["app"].state.context
+        if not is_public(scope, headers, context.settings):
+            try:
+                identity = await context.credentials.identify(headers.get("x-api-key", ""))
+            except Unauthorized as error:
+                response = error_response(scope, 401, "unauthorized", str(error))
+                await response(scope, receive, send)
+                return
+            state["user"], state["key"] = identity.user, identity.key
+        await self._app(scope, receive, send)
+
+
+def is_public(scope: Scope, headers: Headers, settings: Settings) -> bool:
+    path, method = scope["path"], scope["method"]
+    if method not in SAFE_METHODS:
+        return False
+    if path == METRICS:
+        return settings.metrics_access == "open" or (settings.metrics_access == "loopback" and is_local(scope, headers))
+    return path in PUBLIC or path.startswith(DOWNLOADS)
+
+
+def is_local(scope: Scope, headers: Headers) -> bool:
+    """Whether a program of this machine asks for itself; a proxy that asks for others says so."""
+    if "x-forwarded-for" in headers or "forwarded" in headers:
+        return False
+    try:
+        return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+    except ValueError:
+        return False

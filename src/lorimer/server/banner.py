@@ -1,0 +1,70 @@
+"""What ``lorimer serve`` shows: the address, who may use it, the models as they load, and three lines to begin with."""
+
+import asyncio
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from lorimer import __version__
+from lorimer.errors import LorimerError
+from lorimer.scheduler.models import ServedModel
+from lorimer.server.context import Context
+
+REFRESH_SECONDS = 0.2
+
+EXAMPLE = """\
+export TINKER_BASE_URL={url} TINKER_API_KEY={key}
+python -c "import tinker; s = tinker.ServiceClient(); print(s.get_server_capabilities())"
+lorimer key create NAME --data {data}    # {keys}"""
+
+
+class Banner:
+    """Called by ``serve`` once the server listens."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    async def __call__(self, context: Context, url: str) -> None:
+        is_open = context.credentials.is_open
+        mode = "open: no key needed, only this machine can connect" if is_open else "with keys"
+        self._print(f"[bold]Lorimer {__version__}[/] at [bold]{url}[/] ({mode})")
+        self._print(f"data in {escape(str(context.directory.path))}")
+        starting = [model for model in context.scheduler.served_models() if context.settings.starts_eagerly]
+        for model in context.scheduler.served_models():
+            if model not in starting:
+                self._print(f"model {escape(model.name)}: loaded on first use")
+        await self._load(context, [model.name for model in starting])
+        example = EXAMPLE.format(
+            url=url,
+            key="tml-local" if is_open else "tml-...",
+            data=context.directory.path,
+            keys="the first key ends open mode" if is_open else "one more key",
+        )
+        self._console.print(example, markup=False, highlight=False, soft_wrap=True)
+
+    async def _load(self, context: Context, names: list[str]) -> None:
+        """Wait for the models; bars where there is a terminal, lines otherwise."""
+        waiting = {name: asyncio.ensure_future(context.scheduler.model_info(name)) for name in names}
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
+        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
+            tasks = {name: bars.add_task(escape(name), total=None, stage="") for name in names}
+            pending = set(waiting.values())
+            while pending:
+                _, pending = await asyncio.wait(pending, timeout=REFRESH_SECONDS if self._console.is_terminal else None)
+                for model in context.scheduler.served_models():
+                    if model.name in tasks:
+                        bars.update(tasks[model.name], stage=escape(model.stage))
+        for name, future in waiting.items():
+            error = future.exception()
+            if error is not None and not isinstance(error, LorimerError):
+                raise error
+            ended = {model.name: model for model in context.scheduler.served_models()}[name]
+            self._print(f"model {escape(name)}: {escape(str(error)) if error else ready_text(ended)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def ready_text(model: ServedModel) -> str:
+    return f"ready ({model.info.max_context} tokens of context)" if model.info else "ready"

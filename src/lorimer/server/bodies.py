@@ -1,0 +1,157 @@
+"""Request bodies: read within limits, decompressed within limits, parsed into the types of the wire.
+
+Large bodies are decompressed and parsed in a thread, so that other requests are answered meanwhile. What a body
+means is left to the routes.
+"""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
+
+from lorimer.errors import TooLarge, Unsupported
+from lorimer.server.context import context_of
+from lorimer.server.errors import Refusal
+from lorimer.types.compression import decompress
+
+OFF_LOOP_BYTES = 256 * 1024
+"""Bodies of more than this are handled in a thread."""
+MOST_ERRORS = 5
+
+Model = TypeVar("Model")
+Result = TypeVar("Result")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, decompressed; ``TooLarge`` beyond the limits, before the memory is taken."""
+    settings = context_of(request).settings
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            body = await _receive(request, settings.max_body_bytes)
+    except TimeoutError:
+        detail = f"the body did not arrive within {settings.body_seconds:g} s"
+        raise Refusal(408, "body_timeout", detail, {"connection": "close"}) from None
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    try:
+        return await off_loop(len(body), lambda: decompress(body, encoding, settings.max_decompressed_bytes))
+    except TooLarge as error:
+        raise Refusal(413, "decompressed_too_large", str(error)) from error
+    except Unsupported as error:
+        raise Refusal(415, "unsupported_encoding", str(error)) from error
+
+
+async def _receive(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(announced, limit)
+    chunks: list[bytes] = []
+    received = 0
+    async for chunk in request.stream():
+        received += len(chunk)
+        if received > limit:
+            raise _too_large(f"more than {limit}", limit)
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(size: str, limit: int) -> Refusal:
+    detail = f"the body has {size} bytes; at most {limit} are accepted (max_body_bytes)"
+    return Refusal(413, "too_large", detail, {"connection": "close"})
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Do it here when it is small, in a thread when it would hold other requests up."""
+    return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()
+
+
+async def decode(request: Request, model: type[Model]) -> Model:
+    """The JSON body as ``model``; 400 ``invalid_json`` if it cannot be parsed, 422 with the field if it does not fit.
+
+    An absent body is an empty object.
+    """
+    body = await read_body(request)
+    depth = context_of(request).settings.max_json_depth
+    return await off_loop(len(body), lambda: validate(parse_json(body or b"{}", depth), model))
+
+
+def validate(value: object, model: type[Model]) -> Model:
+    """Check a parsed body against a pydantic model, or against any type pydantic knows."""
+    try:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            return model.model_validate(value)
+        return TypeAdapter(model).validate_python(value)
+    except ValidationError as error:
+        raise Refusal(422, "invalid_field", describe(error)) from None
+
+
+def describe(error: ValidationError) -> str:
+    """One sentence with the path of each wrong field, the first few."""
+    found = error.errors(include_url=False, include_context=False, include_input=True)
+    parts = [f"{field_path(item['loc'])}: {item['msg']}{_got(item)}" for item in found[:MOST_ERRORS]]
+    more = f"; and {len(found) - MOST_ERRORS} more" if len(found) > MOST_ERRORS else ""
+    return "; ".join(parts) + more
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """``("data", 3, "weights")`` is ``data[3].weights``."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".") or "body"
+
+
+def _got(item: Any) -> str:
+    value = item["input"]
+    if item["type"] in ("missing", "extra_forbidden") or not isinstance(value, str | int | float | bool | None):
+        return ""
+    shown = repr(value)
+    return f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+
+
+def parse_json(body: bytes, max_depth: int) -> Any:
+    """Parse strictly: no NaN, no infinity, no key twice, no deep nesting."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid_json(str(error)) from None
+    num_keys = _measure(value, max_depth)
+    # Every key makes one match and text may make more, so that equal numbers prove that no key came twice.
+    if num_keys != len(re.findall(rb'"\s*:', body)):
+        json.loads(body, object_pairs_hook=_unique_keys)
+    return value
+
+
+def invalid_json(reason: str) -> Refusal:
+    return Refusal(400, "invalid_json", f"the body is not JSON that is accepted: {reason}")
+
+
+def _measure(value: object, max_depth: int) -> int:
+    """The number of keys; refuses a tree deeper than ``max_depth``."""
+    num_keys = 0
+    level = [value]
+    for _ in range(max_depth + 1):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                num_keys += len(item)
+                below += [child for child in item.values() if isinstance(child, dict | list)]
+            elif isinstance(item, list):
+                below += [child for child in item if isinstance(child, dict | list)]
+        if not below:
+            return num_keys
+        level = below
+    raise invalid_json(f"it is nested deeper than {max_depth} levels")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise invalid_json(f"key {twice[:80]!r} comes twice")
+    return found

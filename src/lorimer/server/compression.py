@@ -1,0 +1,81 @@
+"""The layer that compresses large answers for clients that accept it; what is small or streamed stays as it is."""
+
+import asyncio
+import gzip
+
+import zstandard
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorimer.server.bodies import OFF_LOOP_BYTES
+
+COMPRESSIBLE = ("application/json", "application/x-protobuf", "text/")
+
+
+class Compression:
+    """Compresses whole bodies of at least ``least_bytes``, with zstd where it is accepted and gzip otherwise."""
+
+    def __init__(self, app: ASGIApp, least_bytes: int) -> None:
+        self._app = app
+        self._least_bytes = least_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = accepted_encoding(Headers(scope=scope).get("accept-encoding", "")) if scope["type"] == "http" else ""
+        if not encoding:
+            await self._app(scope, receive, send)
+            return
+        begun: Message | None = None
+
+        async def send_compressed(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = message
+                return
+            if begun is not None:
+                if message["type"] == "http.response.body" and self._is_worth_it(begun, message):
+                    message = await compress(begun, message, encoding)
+                start, begun = begun, None
+                await send(start)
+            await send(message)
+
+        await self._app(scope, receive, send_compressed)
+
+    def _is_worth_it(self, start: Message, message: Message) -> bool:
+        headers = Headers(raw=start["headers"])
+        return (
+            not message.get("more_body")
+            and len(message.get("body", b"")) >= self._least_bytes
+            and "content-encoding" not in headers
+            and headers.get("content-type", "").startswith(COMPRESSIBLE)
+        )
+
+
+async def compress(start: Message, message: Message, encoding: str) -> Message:
+    """The body compressed; the headers of ``start`` are set to match."""
+    body = message["body"]
+    work = zstd if encoding == "zstd" else gzipped
+    packed = await asyncio.to_thread(work, body) if len(body) > OFF_LOOP_BYTES else work(body)
+    headers = MutableHeaders(raw=start["headers"])
+    headers["content-encoding"] = encoding
+    headers["content-length"] = str(len(packed))
+    headers.add_vary_header("accept-encoding")
+    start["headers"] = headers.raw
+    return {**message, "body": packed}
+
+
+def zstd(body: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(body)
+
+
+def gzipped(body: bytes) -> bytes:
+    return gzip.compress(body, compresslevel=1)
+
+
+def accepted_encoding(header: str) -> str:
+    """``zstd``, ``gzip`` or nothing, by an ``Accept-Encoding`` header; ``q=0`` means no."""
+    accepted = set()
+    for part in header.lower().split(","):
+        name, _, quality = part.partition(";")
+        if quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
+            accepted.add(name.strip())
+    return next((name for name in ("zstd", "gzip") if name in accepted), "")

@@ -1,0 +1,95 @@
+"""What every route may use: the settings, the store, the scheduler, and who is calling.
+
+``app.py`` assembles it when the server starts; it is ``request.app.state.context`` from then on. It also collects
+heartbeats, which are written together, and remembers whether the server is about to end.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+
+from lorimer.scheduler.scheduler import Scheduler
+from lorimer.server.credentials import Credentials
+from lorimer.server.metrics import Metrics
+from lorimer.server.settings import Settings
+from lorimer.server.signing import Signer
+from lorimer.store import sessions
+from lorimer.store.database import Store
+from lorimer.store.directory import DataDirectory
+from lorimer.store.users import ApiKey, User
+from lorimer.types.compatibility import SdkVersion
+
+
+@dataclass(kw_only=True)
+class Context:
+    """The parts of one running server."""
+
+    settings: Settings
+    store: Store
+    directory: DataDirectory
+    scheduler: Scheduler
+    credentials: Credentials
+    metrics: Metrics
+    signer: Signer
+    started_at: float = field(default_factory=time.monotonic)
+    is_draining: bool = False
+    """Nothing new is accepted: the server is about to end."""
+    held: "set[asyncio.Future[Any]]" = field(default_factory=set)
+    """What waiting requests wait for; see ``polling.py``."""
+    _heartbeats: dict[str, datetime] = field(default_factory=dict)
+
+    @staticmethod
+    def now() -> datetime:
+        return datetime.now(UTC)
+
+    def heartbeat(self, session_id: str) -> None:
+        """Note that a session lives; ``flush`` writes it."""
+        self._heartbeats[session_id] = self.now()
+
+    def release(self) -> None:
+        """End the wait of every held request: its client asks again once the server is back."""
+        for waiting in self.held:
+            waiting.cancel()
+
+    async def flush(self) -> None:
+        """Write the heartbeats and uses of keys since the last time."""
+        beats, self._heartbeats = self._heartbeats, {}
+        try:
+            if beats:
+                await self.store.write(sessions.touch_session, beats)
+        except BaseException:
+            self._heartbeats = beats | self._heartbeats
+            raise
+        await self.credentials.flush()
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what is being computed, secure every run, end the engines; once."""
+        if not self.is_draining:
+            self.is_draining = True
+            await self.scheduler.close(self.settings.shutdown_seconds)
+
+
+def context_of(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+def user_of(request: Request) -> User:
+    """Who is calling; there is one on every route that is not public."""
+    user: User = request.state.user
+    return user
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The key that was shown; none in open mode and with a JWT."""
+    key: ApiKey | None = request.state.key
+    return key
+
+
+def sdk_of(request: Request) -> SdkVersion:
+    sdk: SdkVersion = request.state.sdk
+    return sdk

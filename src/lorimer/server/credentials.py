@@ -1,0 +1,120 @@
+"""Who a credential belongs to: API keys and the tokens exchanged for them, remembered for a short time.
+
+A key is known by the SHA-256 of its secret; secrets are neither kept nor logged. A revoked key is forgotten at once in
+this process, and within ``REMEMBER_SECONDS`` in any other that serves the same database.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection
+
+from lorimer.errors import Unauthorized
+from lorimer.server.signing import Signer
+from lorimer.store import users
+from lorimer.store.database import Store
+from lorimer.store.users import ApiKey, User
+
+REMEMBER_SECONDS = 10.0
+MOST_REMEMBERED = 10_000
+LOCAL_USER = "local"
+TOKEN_PREFIX = "eyJ"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who is calling, and with which key; open mode has no key."""
+
+    user: User
+    key: ApiKey | None
+
+
+class Credentials:
+    """Answers who is calling. ``allow_open``: without any key in the database, everybody is the local user."""
+
+    def __init__(self, store: Store, signer: Signer, *, allow_open: bool) -> None:
+        self._store = store
+        self._signer = signer
+        self._allow_open = allow_open
+        self._found: dict[bytes, tuple[float, Identity]] = {}
+        self._used: dict[int, datetime] = {}
+        self._local: User | None = None
+        self.is_open = False
+
+    async def start(self) -> None:
+        """Find out whether the server is open, and make the local user if it is."""
+        if self._allow_open and not await self._store.read(any_key):
+            self._local = await self._store.write(users.ensure_user, LOCAL_USER)
+            self.is_open = True
+
+    async def identify(self, credential: str) -> Identity:
+        """Who shows this; ``Unauthorized`` if nobody we know."""
+        if self.is_open:
+            assert self._local is not None
+            return Identity(self._local, None)
+        if not credential:
+            raise Unauthorized("no key was sent; X-API-Key with a key of `lorimer key create` is accepted")
+        digest = hashlib.sha256(credential.encode("utf-8", "surrogatepass")).digest()
+        remembered = self._found.get(digest)
+        if remembered and remembered[0] > time.monotonic():
+            return remembered[1]
+        identity = await self._look_up(credential)
+        if identity.key is not None:
+            self._used[identity.key.key_id] = datetime.now(UTC)
+        if len(self._found) >= MOST_REMEMBERED:
+            self._found.clear()
+        self._found[digest] = (time.monotonic() + REMEMBER_SECONDS, identity)
+        return identity
+
+    async def _look_up(self, credential: str) -> Identity:
+        if credential.startswith(TOKEN_PREFIX):
+            return await self._look_up_token(credential)
+        found = await self._store.read(users.find_key, credential)
+        if found is None:
+            raise Unauthorized("the key is not known, or was revoked")
+        return Identity(found[1], found[0])
+
+    async def _look_up_token(self, token: str) -> Identity:
+        claims = self._signer.read_token(token, datetime.now(UTC))
+        identity = await self._store.read(holder, claims.user_id, claims.key_id)
+        if identity is None:
+            raise Unauthorized("the key of this token was revoked")
+        return identity
+
+    async def create(self, user_name: str, name: str, note: str = "") -> tuple[ApiKey, str]:
+        """A new key and its secret, which is not kept; an open server asks for keys from now on."""
+        created: tuple[ApiKey, str] = await self._store.write(users.create_key, user_name, name, note)
+        self.is_open = False
+        return created
+
+    async def revoke(self, key_id: int) -> bool:
+        """End a key at once; false if there is none, or it was revoked before."""
+        revoked: bool = await self._store.write(users.revoke_key, key_id)
+        self._found.clear()
+        return revoked
+
+    async def flush(self) -> None:
+        """Write when keys were last used."""
+        used, self._used = self._used, {}
+        if used:
+            await self._store.write(users.touch_keys, used)
+
+    async def list(self) -> list[ApiKey]:
+        keys: list[ApiKey] = await self._store.read(users.list_keys)
+        return keys
+
+
+def any_key(connection: Connection) -> bool:
+    """Whether a key was ever made: revoking the last one must not open the server."""
+    return bool(users.list_keys(connection))
+
+
+def holder(connection: Connection, user_id: str, key_id: int | None) -> Identity | None:
+    """Whom a token speaks for, while its key is not revoked; one made without keys is worth nothing once there are."""
+    user = users.get_user(connection, user_id)
+    if user is None or key_id is None:
+        return None
+    keys = [key for key in users.list_keys(connection, user_id) if key.key_id == key_id and key.revoked_at is None]
+    return Identity(user, keys[0]) if keys else None

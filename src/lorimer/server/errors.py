@@ -1,0 +1,104 @@
+"""The one shape of every error answer, and the one table from Lorimer's errors to status codes.
+
+``{"detail": "<sentence>", "code": "<snake_case>", "request_id": "<id>"}``. A body is never empty: the SDK takes an
+empty 400 for a broken proxy and sends the request again.
+"""
+
+import errno
+import logging
+import re
+from collections.abc import Mapping
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from lorimer import errors
+
+logger = logging.getLogger(__name__)
+
+STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
+    errors.InvalidInput: (400, "invalid_input"),
+    errors.Unsupported: (400, "unsupported"),
+    errors.TooLarge: (413, "too_large"),
+    errors.NotFound: (404, "not_found"),
+    errors.Unauthorized: (401, "unauthorized"),
+    errors.Forbidden: (403, "forbidden"),
+    errors.Gone: (410, "gone"),
+    errors.Busy: (429, "busy"),
+    errors.StorageError: (503, "storage_error"),
+    errors.ModelRefused: (400, "model_refused"),
+    errors.ModelNotFound: (404, "model_not_found"),
+    errors.CheckpointError: (400, "checkpoint_error"),
+    errors.Cancelled: (410, "cancelled"),
+    errors.EngineDied: (503, "engine_died"),
+    errors.EngineError: (500, "engine_error"),
+    errors.LorimerError: (500, "internal_error"),
+}
+RETRY_AFTER = {429: "1", 503: "5"}
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+HTTP_DETAILS = {404: "there is nothing at this path", 405: "this path does not answer to this method"}
+
+
+class Refusal(errors.LorimerError):
+    """An answer with a status and code of its own, where the table does not say enough."""
+
+    def __init__(self, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def error_response(
+    scope: Scope, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The shape; ``Retry-After`` is added where a client should come back."""
+    request_id = scope.get("state", {}).get("request_id", "")
+    body = orjson.dumps({"detail": printable(detail), "code": code, "request_id": request_id})
+    retry = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    return Response(body, status, {**retry, **(headers or {})}, media_type="application/json")
+
+
+def status_of(error: errors.LorimerError) -> tuple[int, str]:
+    """The row of the table that is nearest to the error's class."""
+    if isinstance(error, Refusal):
+        return error.status, error.code
+    if isinstance(error, errors.StorageError) and is_disk_full(error):
+        return 507, "disk_full"
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "disk is full" in str(error) or "No space left" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def printable(text: str) -> str:
+    """Text that came from a request may be quoted in an answer; control characters and lone surrogates are escaped."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Any error of our tree, raised by a route."""
+    assert isinstance(error, errors.LorimerError)
+    status, code = status_of(error)
+    if status >= 500 and not isinstance(error, Refusal):
+        logger.error("%s", code, exc_info=error, extra={"request_id": request.scope["state"].get("request_id", "")})
+    headers = error.headers if isinstance(error, Refusal) else None
+    return error_response(request.scope, status, code, str(error) or code, headers)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """What Starlette raises by itself: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    detail = HTTP_DETAILS.get(status) or error.detail or "the request was refused"
+    return error_response(request.scope, status, HTTP_CODES.get(status, "http_error"), detail, error.headers)

@@ -1,0 +1,140 @@
+"""The outermost layer: every request gets an id, a log line, a count and safe headers, and some are turned away.
+
+Turned away are foreign hosts and origins, ambiguous framing, too many at once, and new work while the server ends. An
+error that nobody expected is answered with 500 in our shape; what it was stays in the log.
+"""
+
+import logging
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorimer.server.context import Context
+from lorimer.server.errors import error_response
+from lorimer.server.hosts import HostRule, is_same_origin
+from lorimer.server.settings import Settings
+
+logger = logging.getLogger("lorimer.access")
+
+SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
+HEADERS = {
+    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    "form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""On every answer, unless the route has set them itself."""
+QUIET = {
+    f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
+} | {"/readyz", "/metrics"}
+"""Logged at debug level when nothing is wrong: clients repeat them all the time."""
+WHILE_DRAINING = {
+    f"/api/v1/{name}"
+    for name in ("retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "telemetry")
+}
+"""Accepted until the end: they bring no new work."""
+CLIENT_GONE = 499
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._hosts = HostRule(settings)
+        self._most = settings.max_concurrent_requests
+        self._num_held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "http":
+            await self._guard(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context: Context = scope["app"].state.context
+        request_id = secrets.token_hex(8)
+        scope["state"] = {"request_id": request_id, "user": None, "key": None}
+        start, status = time.perf_counter(), 0
+
+        async def send_guarded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        self._num_held += 1
+        context.metrics.held.inc()
+        try:
+            answer = self._refusal(scope, context) or self._app
+            await answer(scope, receive, send_guarded)
+        except ClientDisconnect:
+            status = status or CLIENT_GONE
+        except Exception:
+            logger.exception("unexpected error", extra={"request_id": request_id, "path": scope["path"][:200]})
+            if status:
+                raise  # the answer was begun: the server cuts the connection
+            await internal_error(scope)(scope, receive, send_guarded)
+        finally:
+            self._num_held -= 1
+            context.metrics.held.dec()
+            self._report(scope, context, status, time.perf_counter() - start)
+
+    def _refusal(self, scope: Scope, context: Context) -> Response | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._hosts.allows(hosts[0]):
+            shown = hosts[0][:200] if hosts else ""
+            detail = f"this server does not answer to host {shown!r}; add it to allowed_hosts if it should"
+            return error_response(scope, 421, "bad_host", detail)
+        if scope["method"] not in SAFE_METHODS:
+            origin = headers.get("origin")
+            if origin is not None and not is_same_origin(origin, hosts[0]):
+                return error_response(scope, 403, "bad_origin", f"requests from pages of {origin[:200]!r} are refused")
+            if context.is_draining and scope["path"] not in WHILE_DRAINING:
+                return error_response(scope, 503, "shutting_down", "the server is shutting down; send this again soon")
+        lengths = headers.getlist("content-length") + headers.getlist("transfer-encoding")
+        if len(lengths) > 1:
+            return error_response(scope, 400, "bad_framing", "the length of the body is given twice; once is accepted")
+        if self._num_held > self._most:
+            return error_response(scope, 429, "too_many_requests", f"{self._most} requests are being held; come back")
+        return None
+
+    def _report(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "")
+        context.metrics.observe(known_method(scope["method"]), route or "unmatched", status, seconds)
+        level = logging.DEBUG if scope["path"] in QUIET and status in (200, 408, CLIENT_GONE) else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        state = scope["state"]
+        fields = {
+            "request_id": state["request_id"],
+            "user_id": state["user"].user_id if state["user"] else "",
+            "method": scope["method"],
+            "route": route or scope["path"][:200],
+            "status": status,
+            "milliseconds": round(seconds * 1000, 2),
+        }
+        logger.log(level, "request", extra=fields)
+
+
+def internal_error(scope: Scope) -> Response:
+    detail = "something went wrong in the server; its log has the reason under this request_id"
+    return error_response(scope, 500, "internal_error", detail)
+
+
+def known_method(method: str) -> str:
+    """A method of HTTP, or ``other``: clients must not make up time series."""
+    return method if method in {"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"} else "other"

@@ -1,0 +1,49 @@
+"""Is it alive, is it ready, how is it doing: ``/api/v1/healthz``, ``/readyz`` and ``/metrics``."""
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lorimer.errors import StorageError
+from lorimer.server.context import Context, context_of
+from lorimer.store import users
+
+
+async def healthz(request: Request) -> Response:
+    """The process answers."""
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def readyz(request: Request) -> Response:
+    """200 when work sent now is taken up, else 503 with the reasons."""
+    reasons = await reasons_not_ready(context_of(request))
+    body = orjson.dumps({"status": "not_ready" if reasons else "ready", "reasons": reasons})
+    return Response(body, 503 if reasons else 200, media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    return Response(context_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def reasons_not_ready(context: Context) -> list[str]:
+    """Empty when ready. An engine that starts on first use is no reason; one that is starting or failed is."""
+    reasons = ["the server is shutting down"] if context.is_draining else []
+    try:
+        await context.store.read(users.has_keys)
+    except StorageError:
+        reasons.append("the database cannot be read")
+    for model in context.scheduler.served_models():
+        if model.state == "starting":
+            reasons.append(f"model {model.name!r} is being loaded")
+        elif model.state == "failed":
+            reasons.append(f"model {model.name!r} could not be loaded")
+    return reasons
+
+
+ROUTES = [
+    Route("/api/v1/healthz", healthz, methods=["GET"]),
+    Route("/readyz", readyz, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+]

@@ -1,0 +1,64 @@
+"""Which ``Host`` and ``Origin`` a request may have: a web page must not reach the server through a browser.
+
+A page of another site can make a name of its own resolve to 127.0.0.1 (DNS rebinding); its requests then carry that
+name as ``Host``. It can also post to us directly; those carry its ``Origin``.
+"""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from lorimer.server.settings import Settings
+
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+EVERY_ADDRESS = {"0.0.0.0", "::"}
+
+
+class HostRule:
+    """The names this server answers to."""
+
+    def __init__(self, settings: Settings) -> None:
+        allowed = {host.lower() for host in settings.allowed_hosts}
+        self._any = "*" in allowed
+        self._suffixes = tuple(host[1:] for host in allowed if host.startswith("*."))
+        self._names = LOOPBACK | {settings.host.lower()} | allowed
+        self._addresses = settings.host in EVERY_ADDRESS
+        if self._addresses:
+            self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def allows(self, host: str) -> bool:
+        """Whether a ``Host`` header is one of ours, whatever its port."""
+        name = host_name(host)
+        if name is None:
+            return False
+        if self._any or name in self._names or name.endswith(self._suffixes or ("\0",)):
+            return True
+        return self._addresses and is_address(name)  # a browser resolves no name to get there
+
+
+def host_name(host: str) -> str | None:
+    """The name in ``name:port`` or ``[address]:port``, in lower case; none if it is neither."""
+    try:
+        parts = urlsplit(f"//{host}")
+        name, _ = parts.hostname, parts.port
+    except ValueError:
+        return None
+    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
+        return None
+    return name.rstrip(".")
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether ``Origin`` names the server that ``Host`` names; the scheme may differ, as behind a proxy with TLS."""
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False

@@ -1,0 +1,24 @@
+"""``lorimer key`` without HTTP: asks the server that runs on the data directory, else opens its database."""
+
+import asyncio
+
+from lorimer.server.app import open_store
+from lorimer.server.control import KeyCommand, Reply, ask_server, run_command
+from lorimer.server.credentials import Credentials
+from lorimer.server.settings import Settings
+from lorimer.server.signing import Signer
+
+
+def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
+    """Carry out a command wherever it can be; ``InUse`` if a server holds the directory without answering."""
+    directory = settings.data.expanduser().absolute()
+    return ask_server(directory, command) or asyncio.run(_run_alone(settings, command))
+
+
+async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
+    directory, store = open_store(settings)
+    try:
+        return await run_command(Credentials(store, Signer(directory.secret), allow_open=False), command)
+    finally:
+        store.close()
+        directory.unlock()

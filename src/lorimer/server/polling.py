@@ -1,0 +1,41 @@
+"""Requests that are held until something happens: released when their client leaves or the server ends."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from lorimer.server.context import context_of
+from lorimer.server.errors import Refusal
+
+Result = TypeVar("Result")
+
+
+async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
+    """Wait for ``waiting``, which is cancelled when nobody waits for it any more.
+
+    The body must have been read. Raises ``ClientDisconnect`` when the client has gone, and answers 503 when the
+    server ends first.
+    """
+    held = context_of(request).held
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_disconnected(request))
+    held.add(task)
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.cancelled():
+            raise Refusal(503, "shutting_down", "the server is shutting down; ask again once it is back")
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        held.discard(task)
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

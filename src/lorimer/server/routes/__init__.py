@@ -1,0 +1,38 @@
+"""Every path of the API: each route decodes, checks whose the object is, hands on and encodes.
+
+A module is a feature; `ALL_ROUTES` is what the application serves, `/openapi.json` its description.
+"""
+
+from functools import cache
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorimer.server.openapi import Endpoint, describe
+from lorimer.server.routes import admin, checkpoints, clients, downloads, futures, sampling, saving, sessions, training
+from lorimer.server.routes.replies import reply
+
+
+async def get_openapi(request: Request) -> Response:
+    """This description."""
+    return reply(description())
+
+
+@cache
+def description() -> dict[str, Any]:
+    return describe(ALL_ROUTES)
+
+
+ALL_ROUTES: list[Endpoint] = [
+    *clients.ROUTES,
+    *sessions.ROUTES,
+    *training.ROUTES,
+    *saving.ROUTES,
+    *sampling.ROUTES,
+    *futures.ROUTES,
+    *checkpoints.ROUTES,
+    *downloads.ROUTES,
+    *admin.ROUTES,
+    Endpoint("GET", "/openapi.json", get_openapi, answer={"type": "object"}),
+]

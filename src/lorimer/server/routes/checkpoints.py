@@ -1,0 +1,322 @@
+"""Runs and checkpoints: listed, described, published, copied, given an end, deleted."""
+
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorimer import types
+from lorimer.errors import InvalidInput
+from lorimer.server.bodies import decode
+from lorimer.server.context import context_of, sdk_of, user_of
+from lorimer.server.openapi import Endpoint
+from lorimer.server.routes.limits import check_text, check_ttl
+from lorimer.server.routes.ownership import (
+    accessible_run,
+    find_checkpoint,
+    find_session,
+    is_id,
+    missing_checkpoint,
+    missing_run,
+    visible_checkpoints,
+)
+from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_text, query_word
+from lorimer.server.routes.replies import done, reply
+from lorimer.server.signing import user_urn
+from lorimer.store import audit, checkpoints, idempotency, runs, sessions
+from lorimer.store.checkpoints import Checkpoint
+from lorimer.store.runs import Run
+from lorimer.types.checkpoints import SetTtlRequest
+from lorimer.types.compatibility import knows_external
+from lorimer.types.paths import KINDS, SEGMENTS, checkpoint_path
+
+RUN = "/api/v1/training_runs/{run_id}"
+CHECKPOINT = RUN + "/checkpoints/{segment}/{name}"
+
+
+# ── how they are shown ────────────────────────────────────────────────────────────────────────────────
+
+
+def path_of(checkpoint: Checkpoint) -> str:
+    return checkpoint_path(checkpoint.model_id, checkpoint.kind, checkpoint.name)
+
+
+def shown_checkpoint(checkpoint: Checkpoint) -> types.Checkpoint:
+    return types.Checkpoint(
+        checkpoint_id=f"{SEGMENTS[checkpoint.kind]}/{checkpoint.name}",
+        checkpoint_type=checkpoint.kind,
+        time=checkpoint.created_at,
+        tinker_path=path_of(checkpoint),
+        size_bytes=checkpoint.size_bytes,
+        public=checkpoint.public,
+        user_metadata=checkpoint.user_metadata or None,
+        expires_at=checkpoint.expires_at,
+    )
+
+
+def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
+    """A run with the newest of `found`, its checkpoints that the caller may see, newest first."""
+    newest: dict[str, types.Checkpoint] = {}
+    for checkpoint in found:
+        if checkpoint.kind not in newest:
+            newest[checkpoint.kind] = shown_checkpoint(checkpoint)
+    return types.TrainingRun(
+        training_run_id=run.model_id,
+        base_model=run.base_model,
+        model_owner=user_urn(run.user_id),
+        is_lora=True,
+        corrupted=run.corrupted is not None,
+        lora_rank=run.rank,
+        last_request_time=run.last_request_at,
+        last_checkpoint=newest.get("training"),
+        last_sampler_checkpoint=newest.get("sampler"),
+        user_metadata=run.user_metadata or None,
+    )
+
+
+def readable(request: Request, found: list[Checkpoint]) -> list[Checkpoint]:
+    """Without exports for releases that would refuse the whole list over one."""
+    if knows_external(sdk_of(request)):
+        return found
+    return [checkpoint for checkpoint in found if checkpoint.kind != "external"]
+
+
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def list_training_runs(request: Request) -> Response:
+    """The caller's runs, newest first; `accessible` adds others' that have a published checkpoint."""
+    limit, offset = query_page(request, 20)
+    found, total = await context_of(request).store.read(
+        page_of_runs,
+        user_of(request).user_id,
+        include_published=query_word(request, "access_scope", SCOPES) == "accessible",
+        project_id=query_text(request, "project_id"),
+        limit=limit,
+        offset=offset,
+    )
+    cursor = types.Cursor(offset=offset, limit=limit, total_count=total)
+    return reply(types.TrainingRunsResponse(training_runs=found, cursor=cursor))
+
+
+def page_of_runs(c: Connection, /, user_id: str, **query: Any) -> tuple[list[types.TrainingRun], int]:
+    found, total = runs.list_runs(c, user_id=user_id, **query)
+    return [shown_run(run, visible_checkpoints(c, run, user_id)) for run in found], total
+
+
+async def get_training_run(request: Request) -> Response:
+    """One run, the caller's own or with `accessible` one that has a published checkpoint."""
+    run_id, user_id = request.path_params["run_id"], user_of(request).user_id
+    scope = query_word(request, "access_scope", SCOPES)
+    found = await context_of(request).store.read(accessible_run, run_id, user_id) if is_id(run_id) else None
+    if found is None or (scope == "owned" and found[0].user_id != user_id):
+        raise missing_run(run_id)
+    return reply(shown_run(*found))
+
+
+async def list_checkpoints(request: Request) -> Response:
+    """All checkpoints of a run, newest first; of another user's run the published ones."""
+    run_id = request.path_params["run_id"]
+    user_id = user_of(request).user_id
+    found = await context_of(request).store.read(accessible_run, run_id, user_id) if is_id(run_id) else None
+    if found is None:
+        raise missing_run(run_id)
+    return reply(
+        types.CheckpointsListResponse(checkpoints=[shown_checkpoint(one) for one in readable(request, found[1])])
+    )
+
+
+async def list_user_checkpoints(request: Request) -> Response:
+    """The caller's checkpoints of all runs, newest first."""
+    limit, offset = query_page(request, 100)
+    user_id, store = user_of(request).user_id, context_of(request).store
+    if knows_external(sdk_of(request)):
+        found, total = await store.read(checkpoints.list_for_user, user_id, limit, offset)
+    else:
+        # Pages are cut after exports are left out: a short page ends the list for those who turn them.
+        everything, _ = await store.read(checkpoints.list_for_user, user_id, 2**31, 0)
+        readable_ones = readable(request, everything)
+        found, total = readable_ones[offset : offset + limit], len(readable_ones)
+    cursor = types.Cursor(offset=offset, limit=limit, total_count=total)
+    return reply(types.CheckpointsListResponse(checkpoints=[shown_checkpoint(one) for one in found], cursor=cursor))
+
+
+# ── one checkpoint ────────────────────────────────────────────────────────────────────────────────────
+
+
+def named_path(request: Request) -> str:
+    """The `tinker://` path that the path of the request names."""
+    parts = request.path_params
+    return f"tinker://{parts['run_id']}/{parts['segment']}/{parts['name']}"
+
+
+async def named_checkpoint(request: Request, *, to_read: bool = False) -> Checkpoint:
+    """The checkpoint that the path of the request names."""
+    if request.path_params["segment"] not in KINDS:
+        raise missing_checkpoint(named_path(request))
+    return await find_checkpoint(request, named_path(request), to_read=to_read)
+
+
+def change(
+    c: Connection, checkpoint: Checkpoint, event: str, details: dict[str, Any] | None, action: Any, *values: Any
+) -> bool:
+    """Do something to a checkpoint and put it on record."""
+    is_there: bool = action(c, checkpoint.checkpoint_key, *values)
+    if is_there:
+        audit.record(
+            c,
+            user_id=checkpoint.user_id,
+            event=event,
+            model_id=checkpoint.model_id,
+            tinker_path=path_of(checkpoint),
+            details=details or {},
+        )
+    return is_there
+
+
+async def apply(
+    request: Request, event: str, action: Any, *values: Any, details: dict[str, Any] | None = None
+) -> Response:
+    checkpoint = await named_checkpoint(request)
+    if not await context_of(request).store.write(change, checkpoint, event, details, action, *values):
+        raise missing_checkpoint(named_path(request))
+    return done()
+
+
+async def delete_checkpoint(request: Request) -> Response:
+    """Delete a checkpoint; samplers that use its weights go on."""
+    return await apply(request, "checkpoint_deleted", checkpoints.delete)
+
+
+async def publish_checkpoint(request: Request) -> Response:
+    """Let every user load, sample and download a checkpoint; again changes nothing."""
+    return await apply(request, "checkpoint_published", checkpoints.set_public, True)
+
+
+async def unpublish_checkpoint(request: Request) -> Response:
+    """Keep a checkpoint to its owner again."""
+    return await apply(request, "checkpoint_unpublished", checkpoints.set_public, False)
+
+
+async def set_ttl(request: Request) -> Response:
+    """Give a checkpoint an end, counted from now; null keeps it for ever."""
+    ttl = check_ttl((await decode(request, SetTtlRequest)).ttl_seconds)
+    expires_at = None if ttl is None else context_of(request).now() + timedelta(seconds=ttl)
+    details = {"ttl_seconds": ttl}
+    return await apply(request, "checkpoint_ttl_set", checkpoints.set_ttl, expires_at, details=details)
+
+
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def copy_weights(request: Request) -> Response:
+    """A checkpoint of one's own on the weights of another, which are not copied.
+
+    The copy belongs to a run that cannot be trained: number `model_seq_id` of a session or, with a project, number 0 of
+    a session that is made for it.
+    """
+    context, user = context_of(request), user_of(request)
+    body = await decode(request, types.CopyWeightsRequest)
+    check_text(context.settings, destination_project_id=body.destination_project_id)
+    ttl = check_ttl(body.ttl_seconds)
+    token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
+    if body.session_id is not None:
+        await find_session(request, body.session_id)
+        if body.model_seq_id is None:
+            raise InvalidInput("model_seq_id is missing; with session_id it names the run of the copy")
+    source = await find_checkpoint(request, body.source_path, to_read=True, access_token=token)
+    expires_at = None if ttl is None else context.now() + timedelta(seconds=ttl)
+    key = request.headers.get("x-idempotency-key", "")
+    check_text(context.settings, x_idempotency_key=key)
+    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key)
+    return reply(types.CopyWeightsResponse(tinker_path=path))
+
+
+def copy_checkpoint(
+    c: Connection, user_id: str, source: Checkpoint, body: types.CopyWeightsRequest, expires_at: Any, key: str
+) -> str:
+    """The path of the copy, made now unless the same key made it before."""
+    if key and (path := idempotency.recall(c, user_id, f"copy_weights {key}")) is not None:
+        return str(path)
+    found = checkpoints.find(c, source.model_id, source.kind, source.name)
+    if found is None or found.checkpoint_key != source.checkpoint_key:
+        raise missing_checkpoint(body.source_path)
+    run = run_of_copy(c, user_id, source, body)
+    copy = checkpoints.add_checkpoint(
+        c,
+        user_id=user_id,
+        model_id=run.model_id,
+        project_id=run.project_id,
+        kind=source.kind,
+        name=source.name,
+        weights_id=source.weights_id,
+        user_metadata=source.user_metadata,
+        expires_at=expires_at,
+    )
+    path = path_of(copy)
+    details = {"source_path": path_of(source)}
+    audit.record(
+        c, user_id=user_id, event="checkpoint_copied", model_id=run.model_id, tinker_path=path, details=details
+    )
+    if key:
+        idempotency.remember(c, user_id, f"copy_weights {key}", path)
+    return path
+
+
+def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.CopyWeightsRequest) -> Run:
+    weights = source.weights
+    session_id, number, project_id = body.session_id, body.model_seq_id or 0, body.destination_project_id
+    if session_id is None:
+        name = f"copy of {path_of(source)}"
+        session = sessions.create_session(c, user_id=user_id, tags=["copy"], project_id=project_id, display_name=name)
+        session = sessions.finish_session(c, session.session_id, "success")
+    else:
+        found = sessions.get_session(c, session_id)
+        assert found is not None, "the session was found before, and sessions stay"
+        session = found
+    taken = runs.get_run(c, f"{session.session_id}:train:{number}")
+    if taken is not None and not taken.is_unloaded:
+        raise InvalidInput(
+            f"model_seq_id {number} of the session is a run of its own; a number not used yet is accepted"
+        )
+    origin = runs.get_run(c, source.model_id)
+    run = runs.create_run(
+        c,
+        session_id=session.session_id,
+        user_id=user_id,
+        project_id=session.project_id,
+        model_seq_id=number,
+        base_model=weights.base_model,
+        rank=weights.rank,
+        seed=None,
+        train_attn=weights.train_attn,
+        train_mlp=weights.train_mlp,
+        train_unembed=weights.train_unembed,
+        optimizer_type=weights.optimizer_type,
+        user_metadata=origin.user_metadata if origin else {},
+    )
+    runs.mark_unloaded(c, run.model_id)
+    return run
+
+
+ROUTES = [
+    Endpoint(
+        "GET",
+        "/api/v1/training_runs",
+        list_training_runs,
+        query=PAGE | SCOPE | {"project_id": {"type": "string"}},
+        answer=types.TrainingRunsResponse,
+    ),
+    Endpoint("GET", RUN, get_training_run, query=SCOPE, answer=types.TrainingRun),
+    Endpoint("GET", RUN + "/checkpoints", list_checkpoints, answer=types.CheckpointsListResponse),
+    Endpoint("GET", "/api/v1/checkpoints", list_user_checkpoints, query=PAGE, answer=types.CheckpointsListResponse),
+    Endpoint("DELETE", CHECKPOINT, delete_checkpoint, status=204),
+    Endpoint("POST", CHECKPOINT + "/publish", publish_checkpoint, status=204),
+    Endpoint("DELETE", CHECKPOINT + "/publish", unpublish_checkpoint, status=204),
+    Endpoint("PUT", CHECKPOINT + "/ttl", set_ttl, body=SetTtlRequest, status=204),
+    Endpoint(
+        "POST", "/api/v1/copy_weights", copy_weights, body=types.CopyWeightsRequest, answer=types.CopyWeightsResponse
+    ),
+]

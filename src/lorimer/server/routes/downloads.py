@@ -1,0 +1,166 @@
+"""Files to download: their addresses, which are signed, and what these lead to.
+
+An address needs no key; its signature and its end are checked before anything else. That of a checkpoint holds the
+checkpoint's random key, so that it ends with the checkpoint even if another takes its name.
+"""
+
+import asyncio
+from datetime import datetime
+from email.utils import format_datetime
+
+import orjson
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+
+from lorimer import types
+from lorimer.errors import Gone, InvalidInput, NotFound
+from lorimer.server.context import context_of, user_of
+from lorimer.server.openapi import JSON, Endpoint
+from lorimer.server.routes.addresses import signed_address
+from lorimer.server.routes.archives import Part, archive_parts, parts_bytes
+from lorimer.server.routes.checkpoints import CHECKPOINT, named_checkpoint, named_path, path_of
+from lorimer.server.routes.encryption import SUFFIX, encrypted, recipients_of
+from lorimer.server.routes.ownership import is_id, quote_id
+from lorimer.server.routes.replies import reply
+from lorimer.server.signing import DOWNLOADS
+from lorimer.server.tracing import trace
+from lorimer.store import audit, checkpoints, futures, sessions
+from lorimer.store.checkpoints import Checkpoint
+from lorimer.types.paths import KINDS, SEGMENTS
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What is handed out; the state of a run's training is not."""
+MOST_TRACED = 100_000
+BYTES = "application/octet-stream"
+
+
+# ── addresses ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def external_weights_urls(request: Request) -> Response:
+    """An address for each file of an export."""
+    checkpoint = await named_checkpoint(request, to_read=True)
+    if checkpoint.kind != "external":
+        raise InvalidInput(f"{quote_id(named_path(request))} is no export; paths with /external_weights/ are")
+    suffix = SUFFIX if recipients_of(checkpoint) else ""
+    names = [name + suffix for name in adapter_files(checkpoint)]
+    signed = {name: address_of(request, "files", checkpoint, f"/{name}") for name in names}
+    await record_download(request, checkpoint)
+    return reply(
+        types.ExternalWeightsUrlsResponse(
+            urls={name: url for name, (url, _) in signed.items()},
+            expires=min(expires for _, expires in signed.values()),
+        )
+    )
+
+
+async def archive(request: Request) -> Response:
+    """A redirect to an archive of the adapter, as releases up to 0.35 download it."""
+    checkpoint = await named_checkpoint(request, to_read=True)
+    if checkpoint.kind == "external":
+        raise InvalidInput(f"{quote_id(named_path(request))} is an export; external_weights_urls has its files")
+    url, expires = address_of(request, "archives", checkpoint, ".tar")
+    await record_download(request, checkpoint)
+    return RedirectResponse(url, 302, {"expires": format_datetime(expires, usegmt=True)})
+
+
+def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -> tuple[str, datetime]:
+    place = (checkpoint.model_id, SEGMENTS[checkpoint.kind], checkpoint.name, checkpoint.checkpoint_key)
+    return signed_address(request, f"{what}/{'/'.join(place)}{rest}")
+
+
+def adapter_files(checkpoint: Checkpoint) -> list[str]:
+    """Those of the files that make up the adapter."""
+    return [name for name in ADAPTER_FILES if name in checkpoint.weights.files]
+
+
+async def record_download(request: Request, checkpoint: Checkpoint) -> None:
+    await context_of(request).store.write(
+        audit.record,
+        user_id=user_of(request).user_id,
+        event="checkpoint_downloaded",
+        model_id=checkpoint.model_id,
+        tinker_path=path_of(checkpoint),
+    )
+
+
+# ── what they lead to ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def download_file(request: Request) -> Response:
+    """One file of a checkpoint; parts of it with `Range`, unless it is encrypted."""
+    checkpoint = await signed_checkpoint(request)
+    name, recipients = request.path_params["file"], recipients_of(checkpoint)
+    plain_name = name.removesuffix(SUFFIX) if recipients else name
+    directory = context_of(request).directory
+    path = directory.weights / checkpoint.weights.name / plain_name
+    if plain_name not in adapter_files(checkpoint):
+        raise NotFound(f"the checkpoint has no file {quote_id(name)}")
+    if not recipients:
+        return FileResponse(path, media_type=BYTES, filename=name)
+    file, size = await asyncio.to_thread(encrypted, path, recipients, directory.path)
+    return StreamingResponse(parts_bytes([Part(file, size)]), headers=file_headers(name, size), media_type=BYTES)
+
+
+async def download_archive(request: Request) -> Response:
+    """The files of an adapter in one tar."""
+    checkpoint = await signed_checkpoint(request)
+    directory = context_of(request).directory.weights / checkpoint.weights.name
+    parts = await asyncio.to_thread(archive_parts, directory, adapter_files(checkpoint))
+    headers = file_headers(f"{checkpoint.name}.tar", sum(part.size for part in parts))
+    return StreamingResponse(parts_bytes(parts), headers=headers, media_type="application/x-tar")
+
+
+def file_headers(name: str, size: int) -> dict[str, str]:
+    return {"content-length": str(size), "content-disposition": f'attachment; filename="{name}"'}
+
+
+async def signed_checkpoint(request: Request) -> Checkpoint:
+    """The checkpoint of a signed address, while it is there."""
+    check_signature(request)
+    parts = request.path_params
+    place = (parts["run_id"], KINDS[parts["segment"]], parts["name"])
+    found = await context_of(request).store.read(checkpoints.find, *place)
+    if found is None or found.checkpoint_key != parts["key"]:
+        raise Gone("the checkpoint was deleted or has expired")
+    return found
+
+
+async def download_trace(request: Request) -> Response:
+    """What a session did when, for https://ui.perfetto.dev or chrome://tracing."""
+    check_signature(request)
+    context, session_id = context_of(request), request.path_params["session_id"]
+    content = await context.store.read(trace_of, session_id, context.now())
+    return Response(content, headers=file_headers(f"{session_id}.json", len(content)), media_type=JSON)
+
+
+def trace_of(c: Connection, session_id: str, now: datetime) -> bytes:
+    session = sessions.get_session(c, session_id) if is_id(session_id) else None
+    if session is None:
+        raise Gone("the session is not there any more")
+    rows = futures.history(c, session_id, MOST_TRACED)
+    return orjson.dumps(trace(session_id, session.created_at, rows, now))
+
+
+def check_signature(request: Request) -> None:
+    context, query = context_of(request), request.query_params
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    context.signer.check_download(path, query.get("expires", ""), query.get("signature", ""), context.now())
+
+
+PLACE = "{run_id}/{segment}/{name}/{key}"
+SIGNED = {"expires": {"type": "integer", "required": True}, "signature": {"type": "string", "required": True}}
+
+ROUTES = [
+    Endpoint(
+        "GET",
+        CHECKPOINT + "/external_weights_urls",
+        external_weights_urls,
+        answer=types.ExternalWeightsUrlsResponse,
+    ),
+    Endpoint("GET", CHECKPOINT + "/archive", archive, status=302),
+    Endpoint("GET", f"{DOWNLOADS}files/{PLACE}/{{file}}", download_file, query=SIGNED),
+    Endpoint("GET", f"{DOWNLOADS}archives/{PLACE}.tar", download_archive, query=SIGNED),
+    Endpoint("GET", f"{DOWNLOADS}traces/{{session_id}}.json", download_trace, query=SIGNED),
+]

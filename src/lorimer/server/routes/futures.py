@@ -1,0 +1,143 @@
+"""Waiting for results: one future, all futures of a sampling client, and giving one up.
+
+Polls are held until there is something to say or `poll_seconds` are over. They are answered with 200, 408 (not yet) or
+410 (nothing is known of it, submit again); 404 is for another user's.
+"""
+
+import orjson
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorimer import types
+from lorimer.errors import Gone
+from lorimer.scheduler.completions import Completion
+from lorimer.scheduler.operation import Outcome
+from lorimer.server.bodies import decode, off_loop
+from lorimer.server.context import context_of
+from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
+from lorimer.server.polling import hold
+from lorimer.server.routes.ownership import find_future, find_sampler, is_id, quote_id
+from lorimer.server.routes.replies import done, reply
+from lorimer.store import futures
+from lorimer.types import tinker_pb2
+from lorimer.types.compatibility import accepts_protobuf
+from lorimer.types.encoding import (
+    decode_forward_backward_output,
+    decode_sample_response,
+    forward_backward_output_to_json,
+    sample_response_to_json,
+)
+from lorimer.types.futures import CancelFutureRequest, CompleteMetadataResponse, TryAgainResponse
+
+METADATA_BYTES = 1024 * 1024
+"""A larger result is announced first, to a client that allows it."""
+
+
+async def retrieve_future(request: Request) -> Response:
+    """The result of an operation or a sample, as soon as there is one."""
+    context = context_of(request)
+    body = await decode(request, types.FutureRetrieveRequest)
+    if not await find_future(request, body.request_id):
+        raise lost(body.request_id)
+    outcome = await hold(request, context.scheduler.wait(body.request_id, context.settings.poll_seconds))
+    match outcome.state:
+        case "pending":
+            return try_again(body.request_id, outcome)
+        case "failed":
+            return reply({"error": outcome.error, "category": outcome.category})
+        case "gone":
+            raise lost(body.request_id)
+    if body.allow_metadata_only and len(outcome.result) > METADATA_BYTES:
+        return reply(CompleteMetadataResponse(response_payload_size=len(outcome.result)))
+    return await result(request, body.request_id, outcome)
+
+
+def lost(request_id: str) -> Gone:
+    return Gone(f"nothing is known of the future {quote_id(request_id)}, or its result has expired; submit again")
+
+
+def try_again(request_id: str, outcome: Outcome) -> Response:
+    waiting = TryAgainResponse(
+        request_id=request_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason or None
+    )
+    return reply(waiting, 408)
+
+
+async def result(request: Request, request_id: str, outcome: Outcome) -> Response:
+    """The bytes as they are kept, or as JSON for a release that cannot read protobuf."""
+    if outcome.result_format == "json":
+        return Response(outcome.result, media_type=JSON)
+    if accepts_protobuf(request.headers.get("accept", "")):
+        return Response(outcome.result, media_type=PROTOBUF)
+    row = await context_of(request).store.read(futures.get, request_id)
+    if row is None:
+        raise lost(request_id)
+    content = await off_loop(len(outcome.result), lambda: as_json(row.kind, outcome.result))
+    return Response(content, media_type=JSON)
+
+
+def as_json(kind: str, data: bytes) -> bytes:
+    if kind == "sample":
+        num_sequences = len(tinker_pb2.SampleResponse.FromString(data).sequences)
+        return orjson.dumps(sample_response_to_json(decode_sample_response(data, [""] * num_sequences)))
+    return orjson.dumps(forward_backward_output_to_json(decode_forward_backward_output(data)))
+
+
+async def retrieve_futures(request: Request) -> Response:
+    """What of a sampling client has finished since the cursor."""
+    context = context_of(request)
+    body = await decode(request, types.FuturesRetrieveRequest)
+    target = body.target
+    await find_sampler(request, target.sampling_session_id)
+    longest = context.settings.poll_seconds
+    fetched = await context.store.read(results_of, target.sampling_session_id, body.retrieved_request_ids)
+    waiting = context.scheduler.completions(
+        target.sampling_session_id,
+        target.cloned_sampler_id,
+        body.prev_cursor,
+        longest if body.timeout is None else min(body.timeout, longest),
+        fetched,
+    )
+    found, cursor = await hold(request, waiting)
+    return reply(types.FuturesRetrieveResponse(completions=[completion(item) for item in found], cursor=cursor))
+
+
+def results_of(c: Connection, sampling_session_id: str, request_ids: list[str]) -> list[str]:
+    """Those of the ids that are samples of this session: nobody frees the results of others."""
+    found = (futures.get(c, request_id) for request_id in request_ids if is_id(request_id))
+    return [row.request_id for row in found if row is not None and row.lane == sampling_session_id]
+
+
+def completion(item: Completion) -> types.FutureFinished | types.FutureFailed:
+    if item.state == "failed":
+        return types.FutureFailed(request_id=item.request_id)
+    return types.FutureFinished(request_id=item.request_id, response_payload_uncompressed_size=item.size)
+
+
+async def cancel_future(request: Request) -> Response:
+    """Give a sample up; one that is finished stays."""
+    body = await decode(request, CancelFutureRequest)
+    if not await find_future(request, body.request_id):
+        raise lost(body.request_id)
+    await context_of(request).scheduler.cancel(body.request_id)
+    return done()
+
+
+ROUTES = [
+    Endpoint(
+        "POST",
+        "/api/v1/retrieve_future",
+        retrieve_future,
+        body=types.FutureRetrieveRequest,
+        answer_media=(JSON, PROTOBUF),
+    ),
+    Endpoint(
+        "POST",
+        "/api/v1/retrieve_futures",
+        retrieve_futures,
+        body=types.FuturesRetrieveRequest,
+        answer=types.FuturesRetrieveResponse,
+    ),
+    Endpoint("POST", "/api/v1/cancel_future", cancel_future, body=CancelFutureRequest, status=204),
+]

@@ -1,0 +1,112 @@
+"""What the numbered operations of a run have in common: a refused one has used its number.
+
+A client goes on with the next number after a final refusal, so that the scheduler must not wait for the refused one.
+Answers after which a client repeats the same number (408, 429, 5xx) leave it open.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorimer.errors import InvalidInput, LorimerError
+from lorimer.server.bodies import off_loop, parse_json, read_body, validate
+from lorimer.server.context import Context, context_of, user_of
+from lorimer.server.errors import status_of
+from lorimer.server.openapi import JSON, Endpoint
+from lorimer.server.routes.limits import MAX_SEQ_ID, check_seq_id
+from lorimer.server.routes.ownership import find_trainable, is_id
+from lorimer.store import runs
+from lorimer.store.runs import Run
+from lorimer.store.users import User
+from lorimer.types import UntypedAPIFuture
+
+
+class Numbered(Protocol):
+    """A request that has a number within a run."""
+
+    @property
+    def model_id(self) -> str | None: ...
+    @property
+    def seq_id(self) -> int | None: ...
+
+
+Body = TypeVar("Body", bound=Numbered)
+
+REPEATED = (408, 429)
+"""Refusals after which a client sends the same number again."""
+
+
+@dataclass(frozen=True)
+class Submitted(Generic[Body]):
+    """An operation that was decoded and whose run is the caller's."""
+
+    context: Context
+    user: User
+    run: Run
+    seq_id: int
+    body: Body
+
+
+async def read_json(request: Request) -> tuple[Any, int]:
+    """The parsed body and its size; an absent body is an empty object."""
+    data = await read_body(request)
+    depth = context_of(request).settings.max_json_depth
+    return await off_loop(len(data), lambda: parse_json(data or b"{}", depth)), len(data)
+
+
+@asynccontextmanager
+async def operation(request: Request, model: type[Body]) -> AsyncIterator[Submitted[Body]]:
+    """Decode the body of a numbered operation; an error inside counts its number as used."""
+    raw, _ = await read_json(request)
+    async with parsed_operation(request, model, raw) as submitted:
+        yield submitted
+
+
+@asynccontextmanager
+async def parsed_operation(request: Request, model: type[Body], raw: object) -> AsyncIterator[Submitted[Body]]:
+    """As `operation`, for a body that was read and parsed."""
+    fields = raw if isinstance(raw, dict) else {}
+    async with uses_number(request, fields.get("model_id"), fields.get("seq_id")):
+        body = validate(raw, model)
+        if body.model_id is None:
+            raise InvalidInput("model_id is missing; create_model gives one")
+        run = await find_trainable(request, body.model_id)
+        yield Submitted(context_of(request), user_of(request), run, check_seq_id(body.seq_id), body)
+
+
+@asynccontextmanager
+async def uses_number(request: Request, model_id: object, seq_id: object) -> AsyncIterator[None]:
+    """An error that the client will not repeat uses `seq_id` up, if that is a number of a run of the caller's."""
+    try:
+        yield
+    except LorimerError as error:
+        status, _ = status_of(error)
+        if 400 <= status < 500 and status not in REPEATED:
+            await use_number(request, model_id, seq_id, str(error))
+        raise
+
+
+async def use_number(request: Request, model_id: object, seq_id: object, reason: str) -> None:
+    if not isinstance(model_id, str) or not is_id(model_id) or isinstance(seq_id, bool):
+        return
+    if not isinstance(seq_id, int) or not 1 <= seq_id <= MAX_SEQ_ID:
+        return
+    context, user = context_of(request), user_of(request)
+    run = await context.store.read(runs.get_run, model_id)
+    if run is not None and run.user_id == user.user_id:
+        await context.scheduler.reject(user, run, seq_id, reason)
+
+
+def submit_endpoint(
+    path: str,
+    function: Callable[[Request], Awaitable[Response]],
+    body: type[BaseModel] | dict[str, Any],
+    media: tuple[str, ...] = (JSON,),
+) -> Endpoint:
+    """A route that takes work in and answers with the promise of a result."""
+    return Endpoint("POST", path, function, body=body, answer=UntypedAPIFuture, media=media)

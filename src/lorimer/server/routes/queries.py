@@ -1,0 +1,64 @@
+"""Query strings: numbers within bounds, words of a closed set, moments with a zone."""
+
+from datetime import datetime
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from lorimer.errors import InvalidInput
+from lorimer.server.routes.ownership import is_id, quote_id
+
+Word = TypeVar("Word", bound=str)
+
+MOST_LIMIT = 10_000
+SCOPES = ("owned", "accessible")
+
+PAGE: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 0, "maximum": MOST_LIMIT},
+    "offset": {"type": "integer", "minimum": 0},
+}
+SCOPE: dict[str, dict[str, Any]] = {"access_scope": {"type": "string", "enum": list(SCOPES)}}
+
+
+def query_text(request: Request, name: str) -> str | None:
+    text = request.query_params.get(name)
+    if text is not None and not is_id(text):
+        raise InvalidInput(f"{name} is {quote_id(text)}; text without NUL is accepted")
+    return text
+
+
+def query_number(request: Request, name: str, default: int, most: int = 2**53) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= most):
+        raise InvalidInput(f"{name} is {quote_id(text)}; 0 to {most} is accepted")
+    return int(text)
+
+
+def query_page(request: Request, default_limit: int) -> tuple[int, int]:
+    """`limit` and `offset`."""
+    return query_number(request, "limit", default_limit, MOST_LIMIT), query_number(request, "offset", 0)
+
+
+def query_word(request: Request, name: str, accepted: tuple[Word, ...]) -> Word:
+    """One of `accepted`; the first if there is none."""
+    text = request.query_params.get(name)
+    for word in accepted:
+        if text in (None, word):
+            return word
+    raise InvalidInput(f"{name} is {quote_id(text or '')}; accepted are {', '.join(accepted)}")
+
+
+def query_moment(request: Request, name: str) -> datetime:
+    """A moment of RFC 3339, which must be there."""
+    text = request.query_params.get(name)
+    try:
+        # A plus sign that was not escaped has become a space.
+        moment = datetime.fromisoformat((text or "").replace(" ", "+"))
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        shown = "missing" if text is None else quote_id(text)
+        raise InvalidInput(f"{name} is {shown}; a time with its zone, such as '2026-01-31T00:00:00Z', is accepted")
+    return moment

@@ -1,0 +1,31 @@
+"""Answers: JSON made with orjson, from the models of the wire or from plain objects."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from lorimer.scheduler.scheduler import Accepted
+
+
+def reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
+    """A JSON answer; times come out in ISO 8601 with their zone."""
+    content = value.model_dump() if isinstance(value, BaseModel) else value
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def promise(accepted: Accepted) -> Response:
+    """What every asynchronous operation answers at once."""
+    content: dict[str, Any] = {"request_id": accepted.request_id}
+    if accepted.model_id is not None:
+        content["model_id"] = accepted.model_id
+    if accepted.sample_sequence_ids is not None:
+        content["sample_sequence_ids"] = accepted.sample_sequence_ids
+    return reply(content)
+
+
+def done() -> Response:
+    """An answer without content."""
+    return Response(status_code=204)

@@ -1,0 +1,197 @@
+"""Sessions: created, kept alive, finished; listed, searched, put into projects and exported as traces."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorimer import types
+from lorimer.errors import Gone
+from lorimer.server.bodies import decode
+from lorimer.server.context import context_of, user_of
+from lorimer.server.openapi import Endpoint
+from lorimer.server.routes.addresses import signed_address
+from lorimer.server.routes.limits import check_metadata, check_text, text_metadata
+from lorimer.server.routes.ownership import find_session
+from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_word
+from lorimer.server.routes.replies import done, reply
+from lorimer.server.signing import user_urn
+from lorimer.store import audit, sessions
+from lorimer.store.sessions import Session, SessionRow
+from lorimer.types.sessions import AssignProjectRequest, FinishSessionRequest, SessionStatus, TraceExportResponse
+
+NO_PROJECT = "default"
+"""What the project of a session is called that was given none."""
+
+
+def recorded(
+    c: Connection, event: str, facts: list[str], action: Callable[..., Session], /, *args: Any, **fields: Any
+) -> Session:
+    """Do something to a session and put it on record, with these of its fields."""
+    session = action(c, *args, **fields)
+    details = {name: getattr(session, name) for name in ["session_id", *facts]}
+    audit.record(c, user_id=session.user_id, event=event, details=details)
+    return session
+
+
+async def create_session(request: Request) -> Response:
+    """A client connects."""
+    context, user = context_of(request), user_of(request)
+    body = await decode(request, types.CreateSessionRequest)
+    settings = context.settings
+    check_text(settings, display_name=body.display_name, project_id=body.project_id, sdk_version=body.sdk_version)
+    check_metadata(settings, body.user_metadata)
+    check_metadata(settings, body.tags, "tags")
+    session = await context.store.write(
+        recorded,
+        "session_created",
+        [],
+        sessions.create_session,
+        user_id=user.user_id,
+        tags=body.tags,
+        user_metadata=text_metadata(body.user_metadata) or {},
+        sdk_version=body.sdk_version,
+        project_id=body.project_id,
+        display_name=body.display_name,
+    )
+    return reply(types.CreateSessionResponse(session_id=session.session_id))
+
+
+async def heartbeat(request: Request) -> Response:
+    """A client lives; 410 once its session is finished, which ends its heartbeats."""
+    body = await decode(request, types.SessionHeartbeatRequest)
+    session = await find_session(request, body.session_id)
+    if session.status != "active":
+        raise Gone(f"session {session.session_id!r} is finished")
+    context_of(request).heartbeat(session.session_id)
+    return reply(types.SessionHeartbeatResponse())
+
+
+async def finish_session(request: Request) -> Response:
+    """A client says that it is done and how it went; the first word counts."""
+    context = context_of(request)
+    session = await find_session(request, request.path_params["session_id"])
+    body = await decode(request, FinishSessionRequest)
+    check_text(context.settings, detail=body.detail)
+    finish = (sessions.finish_session, session.session_id, body.reason.type, body.detail)
+    await context.store.write(recorded, "session_finished", ["finish_reason"], *finish)
+    return done()
+
+
+async def list_sessions(request: Request) -> Response:
+    """Ids of the caller's sessions, newest first."""
+    query_word(request, "access_scope", SCOPES)
+    limit, offset = query_page(request, 20)
+    found = await context_of(request).store.read(sessions.list_sessions, user_of(request).user_id, limit, offset)
+    return reply(types.ListSessionsResponse(sessions=found))
+
+
+async def get_session(request: Request) -> Response:
+    """The runs and samplers of a session."""
+    query_word(request, "access_scope", SCOPES)
+    session = await find_session(request, request.path_params["session_id"])
+    run_ids, sampler_ids = await context_of(request).store.read(sessions.session_members, session.session_id)
+    return reply(
+        types.GetSessionResponse(
+            training_run_ids=run_ids,
+            sampler_ids=sampler_ids,
+            user_metadata=text_metadata(session.user_metadata),
+            display_name=session.display_name,
+        )
+    )
+
+
+async def search_sessions(request: Request) -> Response:
+    """The caller's sessions that meet every condition, newest first. Sessions are not shared between users."""
+    user = user_of(request)
+    body = await decode(request, types.SessionSearchRequest)
+    settings = context_of(request).settings
+    check_text(settings, session_id=body.session_id, display_name=body.display_name)
+    check_text(settings, project_ids="".join(body.project_ids or []))
+    check_text(settings, cursor=body.cursor.last_session_id if body.cursor else None)
+    if isinstance(body.owner, types.UserSearchOwner) and user_urn(user.user_id) not in body.owner.owner_urns:
+        return reply(types.SessionSearchResponse(sessions=[]))
+    store = context_of(request).store
+    found = await store.read(sessions.search_sessions, user_ids=[user.user_id], request=body)
+    cursor = None
+    if len(found) == body.limit:
+        last = found[-1].session
+        cursor = types.SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.session_id)
+    return reply(types.SessionSearchResponse(sessions=[summary(row) for row in found], next_cursor=cursor))
+
+
+def summary(row: SessionRow) -> types.SessionSummary:
+    session = row.session
+    return types.SessionSummary(
+        session_id=session.session_id,
+        created_at=session.created_at,
+        owner=user_urn(session.user_id),
+        project_id=session.project_id or NO_PROJECT,
+        status=session_status(session),
+        checkpoints_count=row.checkpoints_count,
+        display_name=session.display_name,
+        user_metadata=text_metadata(session.user_metadata),
+        checkpoint_storage_bytes=row.checkpoint_storage_bytes,
+    )
+
+
+def session_status(session: Session) -> SessionStatus:
+    if session.status == "active":
+        return types.SessionActive()
+    if session.status == "client_finished":
+        reason = types.ClientSessionFinished.model_validate(
+            {"reason": {"type": session.finish_reason}, "detail": session.finish_detail}
+        )
+        return reason
+    return types.SessionCancelled(detail=session.finish_detail)
+
+
+async def assign_project(request: Request) -> Response:
+    """Put a session, with its runs, into a project."""
+    context = context_of(request)
+    session = await find_session(request, request.path_params["session_id"])
+    body = await decode(request, AssignProjectRequest)
+    check_text(context.settings, project_id=body.project_id)
+    await context.store.write(
+        recorded, "project_assigned", ["project_id"], sessions.set_project, session.session_id, body.project_id
+    )
+    return done()
+
+
+async def export_trace(request: Request) -> Response:
+    """The address of the session's trace, which is made when it is fetched."""
+    session = await find_session(request, request.path_params["session_id"])
+    url, _ = signed_address(request, f"traces/{session.session_id}.json")
+    return reply(TraceExportResponse(status="ready", url=url))
+
+
+ROUTES = [
+    Endpoint(
+        "POST",
+        "/api/v1/create_session",
+        create_session,
+        body=types.CreateSessionRequest,
+        answer=types.CreateSessionResponse,
+    ),
+    Endpoint(
+        "POST",
+        "/api/v1/session_heartbeat",
+        heartbeat,
+        body=types.SessionHeartbeatRequest,
+        answer=types.SessionHeartbeatResponse,
+    ),
+    Endpoint("GET", "/api/v1/sessions", list_sessions, query=PAGE | SCOPE, answer=types.ListSessionsResponse),
+    Endpoint(
+        "POST",
+        "/api/v1/sessions/search",
+        search_sessions,
+        body=types.SessionSearchRequest,
+        answer=types.SessionSearchResponse,
+    ),
+    Endpoint("GET", "/api/v1/sessions/{session_id}", get_session, query=SCOPE, answer=types.GetSessionResponse),
+    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", finish_session, body=FinishSessionRequest, status=204),
+    Endpoint("PUT", "/api/v1/sessions/{session_id}/project", assign_project, body=AssignProjectRequest, status=204),
+    Endpoint("GET", "/api/v1/sessions/{session_id}/trace_export", export_trace, answer=TraceExportResponse),
+]

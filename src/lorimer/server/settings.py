@@ -1,0 +1,264 @@
+"""Every setting of the server: its name, type, default and meaning, in one frozen dataclass.
+
+The same names are flags of ``lorimer serve``, keys of the TOML file and, in capitals after ``LORIMER_``, environment
+variables. ``sources.py`` reads them from there; ``docs/configuration.md`` is made from this module.
+"""
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from lorimer.engine.config import Device, Dtype, EngineConfig
+from lorimer.scheduler.limits import SchedulerLimits
+
+Durability = Literal["process", "power"]
+LogFormat = Literal["auto", "pretty", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+StartEngines = Literal["auto", "eager", "lazy"]
+MetricsAccess = Literal["loopback", "key", "open"]
+
+KIB, MIB = 1024, 1024 * 1024
+LIMITS = SchedulerLimits()
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:+@-]{0,255}")
+
+
+def default_data_directory() -> Path:
+    """Where facts live unless the user says otherwise: the XDG data directory of this user."""
+    home = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share") / "lorimer"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a setting does, as the documents say it, and the smallest number it may be."""
+
+    text: str
+    least: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a server is told at its start; it does not change while it runs."""
+
+    # What is served, and where
+    models: Annotated[
+        tuple[str, ...], Meaning("Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME.")
+    ] = ("lorimer/tiny",)
+    host: Annotated[str, Meaning("Address to listen on; any other than loopback needs keys.")] = "127.0.0.1"
+    port: Annotated[int, Meaning("Port to listen on; 0 takes a free one.", 0)] = 8000
+    data: Annotated[Path, Meaning("Directory of the database, the weights and the snapshots.")] = field(
+        default_factory=default_data_directory
+    )
+    database: Annotated[str, Meaning("URL of a PostgreSQL database; empty takes SQLite in the data directory.")] = ""
+    start_engines: Annotated[
+        StartEngines,
+        Meaning("When base models are loaded: eager at start, lazy on first use; auto is eager for one model."),
+    ] = "auto"
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meaning("Names, besides the address and loopback, that a request's Host may have; *.example.org and * work."),
+    ] = ()
+    metrics_access: Annotated[MetricsAccess, Meaning("Who may read /metrics without a key.")] = "loopback"
+    log_format: Annotated[LogFormat, Meaning("Shape of the log; auto is pretty on a terminal and JSON elsewhere.")] = (
+        "auto"
+    )
+    log_level: Annotated[
+        LogLevel, Meaning("Least severe message that is logged; debug has polls and heartbeats too.")
+    ] = "info"
+
+    # The engine of each base model
+    device: Annotated[Device, Meaning("Where base models run.")] = "auto"
+    dtype: Annotated[Dtype, Meaning("Precision of the frozen base; auto is chosen by a short probe.")] = "auto"
+    num_threads: Annotated[int, Meaning("CPU threads of each engine; 0 takes all cores.", 0)] = 0
+    memory_bytes: Annotated[
+        int, Meaning("Memory of each engine besides the base weights; 0 takes 70 % of what is free.", 0)
+    ] = 0
+    max_context: Annotated[int, Meaning("Longest sequence in tokens; 0 takes the model's own limit.", 0)] = 0
+    token_budget: Annotated[int, Meaning("Most tokens of one training pass; 0 finds it from memory.", 0)] = 0
+    max_sampling_rows: Annotated[int, Meaning("Most sequences decoded in one step.", 1)] = 256
+    cache_directory: Annotated[
+        str, Meaning("Where converted and downloaded models are kept; empty takes the user's cache.")
+    ] = ""
+
+    # Limits of one request
+    max_body_bytes: Annotated[int, Meaning("Most bytes of a request body as sent.", KIB)] = 64 * MIB
+    max_decompressed_bytes: Annotated[int, Meaning("Most bytes of a request body after decompression.", KIB)] = (
+        256 * MIB
+    )
+    body_seconds: Annotated[float, Meaning("Longest time a request body may take to arrive.", 0.1)] = 120.0
+    header_seconds: Annotated[float, Meaning("Longest time the headers of a request may take to arrive.", 0.1)] = 10.0
+    max_json_depth: Annotated[int, Meaning("Deepest nesting of lists and objects in a JSON body.", 4)] = 64
+    max_string_chars: Annotated[int, Meaning("Longest text of a field that is not a prompt, in characters.", 64)] = 8192
+    max_metadata_bytes: Annotated[int, Meaning("Most bytes of user_metadata or tags, as JSON.", 64)] = 64 * KIB
+    max_datums_per_operation: Annotated[int, Meaning("Most datums of one forward or forward_backward.", 1)] = 4096
+    max_tokens_per_datum: Annotated[int, Meaning("Most tokens of one datum or prompt.", 1)] = 131_072
+    max_tokens_per_operation: Annotated[int, Meaning("Most tokens of all datums of one operation.", 1)] = 4_194_304
+    max_samples_per_request: Annotated[int, Meaning("Most sequences of one sample request.", 1)] = 1024
+    max_sample_tokens: Annotated[int, Meaning("Most new tokens of one sequence (max_tokens).", 1)] = 131_072
+    max_stop_sequences: Annotated[int, Meaning("Most stop sequences of one sample request.", 1)] = 64
+    max_stop_chars: Annotated[int, Meaning("Longest stop sequence, in characters or tokens.", 1)] = 1024
+    max_custom_loss_bytes: Annotated[int, Meaning("Largest graph of a custom loss, as sent.", KIB)] = MIB
+    max_telemetry_events: Annotated[int, Meaning("Most telemetry events of one request.", 1)] = 1000
+    compress_bytes: Annotated[int, Meaning("Answers of at least this size are compressed for clients that ask.", 1)] = (
+        16 * KIB
+    )
+
+    # Limits of a user, and of all
+    max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
+        LIMITS.max_open_operations
+    )
+    max_open_bytes: Annotated[
+        int, Meaning("Most bytes of unfinished operations of one base model; they are held in memory.", MIB)
+    ] = LIMITS.max_open_bytes
+    max_queued_samples: Annotated[
+        int, Meaning("Most unfinished sample requests of one base model; more are answered 429.", 1)
+    ] = LIMITS.max_queued_samples
+    max_running_samples: Annotated[
+        int, Meaning("Sample requests an engine works on at once; users take turns for the rest.", 1)
+    ] = LIMITS.max_running_samples
+    max_losses_per_session: Annotated[int, Meaning("Most custom losses of one session.", 1)] = (
+        LIMITS.max_losses_per_session
+    )
+    max_loaded_runs: Annotated[
+        int, Meaning("Most runs in the memory of one engine; idle ones make room, by a snapshot.", 1)
+    ] = LIMITS.max_loaded_runs
+    residence_seconds: Annotated[
+        float, Meaning("How long a run stays in memory before it makes room for one that waits.", 0)
+    ] = LIMITS.residence_seconds
+    max_loaded_samplers: Annotated[int, Meaning("Most samplers in the memory of one engine.", 1)] = (
+        LIMITS.max_loaded_samplers
+    )
+    max_concurrent_requests: Annotated[int, Meaning("Most requests held at once; more are answered 429.", 1)] = 20_000
+    turn_tokens: Annotated[
+        int, Meaning("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
+    ] = LIMITS.turn_tokens
+    recent_result_bytes: Annotated[int, Meaning("Memory for finished results, besides the database.", 0)] = (
+        LIMITS.recent_result_bytes
+    )
+
+    # Time
+    poll_seconds: Annotated[float, Meaning("Longest time a poll for a result is held.", 0.0)] = 30.0
+    gap_seconds: Annotated[
+        float, Meaning("How long operations wait for a missing seq_id before theirs, until they fail.", 0)
+    ] = LIMITS.gap_seconds
+    stall_seconds: Annotated[
+        float, Meaning("An engine with work that is silent for this long is taken for hung, and replaced.", 1)
+    ] = LIMITS.stall_seconds
+    max_engine_deaths: Annotated[
+        int, Meaning("A request under way at this many deaths of an engine is given up.", 1)
+    ] = LIMITS.max_engine_deaths
+    heartbeat_flush_seconds: Annotated[float, Meaning("Heartbeats are written together this often.", 0.05)] = 15.0
+    sweep_seconds: Annotated[float, Meaning("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
+    shutdown_seconds: Annotated[float, Meaning("Longest wait for the running batch and snapshots at shutdown.", 0)] = (
+        30.0
+    )
+
+    # Durability and retention
+    durability: Annotated[
+        Durability,
+        Meaning("What acknowledged requests survive: the death of any process, or also a loss of power (slower)."),
+    ] = "process"
+    snapshot_seconds: Annotated[
+        float, Meaning("Engine time of a run until its next snapshot: what a replay may take.", 0)
+    ] = LIMITS.snapshot_seconds
+    result_seconds_after_fetch: Annotated[float, Meaning("A result that was fetched is kept this long.", 0)] = (
+        LIMITS.result_seconds_after_fetch
+    )
+    result_seconds: Annotated[float, Meaning("A result that was not fetched is kept this long.", 0)] = (
+        LIMITS.result_seconds
+    )
+    history_seconds: Annotated[float, Meaning("The record of a finished request is kept this long.", 0)] = (
+        LIMITS.history_seconds
+    )
+    ephemeral_samplers_per_run: Annotated[
+        int, Meaning("The newest unnamed samplers of a run, which are kept in any case.", 1)
+    ] = LIMITS.ephemeral_samplers_per_run
+    sampler_idle_seconds: Annotated[
+        float, Meaning("Other unnamed samplers are kept this long after their last use.", 0)
+    ] = LIMITS.sampler_idle_seconds
+    ephemeral_seconds: Annotated[
+        float, Meaning("The newest unnamed samplers, too, are kept no longer than this after their last use.", 0)
+    ] = LIMITS.ephemeral_seconds
+    run_seconds: Annotated[float, Meaning("A run without requests keeps its state this long.", 0)] = LIMITS.run_seconds
+    download_seconds: Annotated[float, Meaning("How long a signed download URL works.", 1)] = 3600.0
+
+    def __post_init__(self) -> None:
+        for name, meaning in MEANINGS.items():
+            value = getattr(self, name)
+            if meaning.least is not None and not meaning.least <= value < float("inf"):  # nan is refused too
+                raise ValueError(f"{name} is {value!r}; at least {meaning.least:g} is accepted")
+        if self.port > 65535:
+            raise ValueError(f"port is {self.port!r}; 0 to 65535 is accepted")
+        if self.database and not self.database.startswith(("postgresql", "sqlite")):
+            raise ValueError(f"database is {redacted_url(self.database)!r}; a postgresql+psycopg:// URL is accepted")
+        if not self.host:
+            raise ValueError("host is empty; an address such as '127.0.0.1' is accepted")
+        self.engine_configs()
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def starts_eagerly(self) -> bool:
+        return self.start_engines == "eager" or (self.start_engines == "auto" and len(self.models) == 1)
+
+    def engine_configs(self) -> dict[str, EngineConfig]:
+        """The engine of each served name, in the order of ``models``."""
+        if not self.models:
+            raise ValueError("models is empty; name at least one base model, such as 'lorimer/tiny'")
+        configs: dict[str, EngineConfig] = {}
+        for model in self.models:
+            name, _, source = model.rpartition("=") if "=" in model else (model, "", model)
+            name = served_name(name)
+            if name in configs:
+                raise ValueError(f"models has {name!r} twice; NAME=SOURCE gives one of them another name")
+            configs[name] = self._engine_config(source)
+        return configs
+
+    def scheduler_limits(self) -> SchedulerLimits:
+        """The settings that the scheduler has, under the same names."""
+        shared = [item.name for item in fields(SchedulerLimits) if item.name in TYPES]
+        return SchedulerLimits(**{name: getattr(self, name) for name in shared})
+
+    def _engine_config(self, source: str) -> EngineConfig:
+        return EngineConfig(
+            model=source,
+            device=self.device,
+            dtype=self.dtype,
+            num_threads=self.num_threads,
+            memory_bytes=self.memory_bytes,
+            max_context=self.max_context,
+            token_budget=self.token_budget,
+            max_sampling_rows=self.max_sampling_rows,
+            cache_directory=self.cache_directory,
+        )
+
+
+def served_name(name: str) -> str:
+    """What clients call a model: a path is known by its last part, anything else by itself."""
+    is_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
+    served = Path(name).expanduser().resolve().name if is_path else name
+    if not MODEL_NAME.fullmatch(served):
+        raise ValueError(f"models has {name!r}; letters, digits and . _ / : + @ - are accepted, or NAME=SOURCE")
+    return served
+
+
+def redacted_url(url: str) -> str:
+    """A database URL without its password."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+
+
+TYPES: dict[str, Any] = get_type_hints(Settings)
+MEANINGS: dict[str, Meaning] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
+}

@@ -1,0 +1,57 @@
+"""Makes ``docs/configuration.md``: ``python -m lorimer.server.settings_page > docs/configuration.md``."""
+
+import sys
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, get_args, get_origin
+
+from lorimer.server.settings import MEANINGS, TYPES, Settings
+
+SECTIONS = {
+    "models": "What is served, and where",
+    "device": "The engine of each base model",
+    "max_body_bytes": "Limits of one request",
+    "max_open_operations": "Limits of a user, and of all",
+    "poll_seconds": "Time",
+    "durability": "Durability and retention",
+}
+"""Titles, each at the first setting below it."""
+
+INTRODUCTION = """# Configuration
+
+Every setting can be given in four places; the first that has it wins:
+
+1. a flag of `lorimer serve`: `--port 9000`, or for any setting `--set poll_seconds=10`;
+2. an environment variable, the name in capitals after `LORIMER_`: `LORIMER_PORT=9000`; lists are separated by commas;
+3. a TOML file named by `--config` or `LORIMER_CONFIG`: `port = 9000`;
+4. the default below.
+
+A name that does not exist is refused. `lorimer config` prints the effective configuration, as a TOML file, with where
+each value comes from. This page is generated from the code.
+"""
+
+
+def settings_page() -> str:
+    """The page, as Markdown."""
+    lines = [INTRODUCTION.rstrip()]
+    for item in fields(Settings):
+        if item.name in SECTIONS:
+            lines += ["", f"## {SECTIONS[item.name]}", "", "| setting | default | meaning |", "|---|---|---|"]
+        lines.append(f"| `{item.name}` | {default_text(item)} | {meaning_text(item.name)} |")
+    return "\n".join(lines) + "\n"
+
+
+def default_text(item: Field[Any]) -> str:
+    if item.default is MISSING:
+        return "`~/.local/share/lorimer`"
+    value = ", ".join(item.default) if isinstance(item.default, tuple) else item.default
+    return "" if value == "" else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def meaning_text(name: str) -> str:
+    choices = get_args(TYPES[name]) if get_origin(TYPES[name]) is Literal else ()
+    listed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+    return MEANINGS[name].text.replace("|", "\\|") + listed
+
+
+if __name__ == "__main__":
+    sys.stdout.write(settings_page())

@@ -1,0 +1,130 @@
+"""The store: opens the database, brings its schema up to date, and runs functions on its threads.
+
+    row = await store.write(futures.accept, lane=..., ...)      # durable when it returns
+    row = await store.read(futures.get, request_id)
+
+Functions take the connection first. They may be run again after a lost connection, so they touch nothing else.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import URL, Connection
+
+from lorimer.errors import StorageError
+from lorimer.store.blobs import BlobFiles
+from lorimer.store.connections import Durability, database_url, reader_engine, translate, writer_engine
+from lorimer.store.directory import DataDirectory
+from lorimer.store.jobs import Job, Patience
+from lorimer.store.migrations import migrate
+from lorimer.store.readers import Readers
+from lorimer.store.writer import Writer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LOCK_SECONDS = 2.0
+
+
+class Store:
+    """The open database. Made by `Store.open`; used from any thread and any event loop until `close`."""
+
+    def __init__(self, url: URL, writer: Writer, readers: Readers) -> None:
+        self.url = url
+        self._writer = writer
+        self._readers = readers
+
+    @classmethod
+    def open(
+        cls,
+        url: str | None,
+        directory: Path | str,
+        *,
+        durability: Durability = "process",
+        retry_seconds: float = 60.0,
+    ) -> "Store":
+        """Open the database ``url``, or the file ``lorimer.db`` in ``directory``, and migrate it.
+
+        ``durability`` is what an acknowledged write survives: the death of the process or also a power cut.
+        A lost PostgreSQL connection is tried again for ``retry_seconds`` before callers see an error.
+        """
+        root = DataDirectory(directory)
+        where = database_url(url, root.path)
+        files = BlobFiles(root.blobs, sync=durability == "power")
+        options = {"blob_files": files}
+        _make_private_file(where)
+        engine = writer_engine(where, durability, options)
+        try:
+            with engine.connect() as connection:
+                migrate(connection)
+        except Exception as error:
+            raise translate(error, root.path) from error
+        writer = Writer(engine, files, root.path, retry_seconds)
+        return cls(where, writer, Readers(reader_engine(where, options), root.path, retry_seconds))
+
+    async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn(connection, ...)`` on the writing thread; its changes are committed when this returns."""
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._writer.submit(Job(_call(fn, args, kwargs), waiter))
+        return await waiter
+
+    async def read(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn(connection, ...)``, which only reads, on a reading thread. Sees all writes that have returned."""
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._readers.submit(Job(_call(fn, args, kwargs), waiter))
+        return await waiter
+
+    def write_now(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`write` for callers without an event loop; blocks."""
+        waiter: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._writer.submit(Job(_call(fn, args, kwargs), waiter))
+        return waiter.result()
+
+    def read_now(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`read` for callers without an event loop; blocks."""
+        waiter: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._readers.submit(Job(_call(fn, args, kwargs), waiter))
+        return waiter.result()
+
+    def lock(self) -> None:
+        """Be the only server of a PostgreSQL database, or raise `StorageError` naming the other.
+
+        Waits two seconds for one that was just killed. A SQLite file is guarded by `DataDirectory.lock`.
+        """
+        patience = Patience(_LOCK_SECONDS, threading.Event())
+        while True:
+            try:
+                return self.write_now(self._writer.hold_server_lock)
+            except StorageError:
+                if not patience.wait():
+                    raise
+
+    def close(self) -> None:
+        """Finish what was asked for and end the threads."""
+        self._readers.close()
+        self._writer.close()
+
+
+def _call(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Connection], T]:
+    return partial(_apply, fn, args, kwargs)
+
+
+def _apply(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], connection: Connection) -> T:
+    return fn(connection, *args, **kwargs)
+
+
+def _make_private_file(url: URL) -> None:
+    """Make SQLite's file before SQLite does, so that only its owner can read it; its WAL takes the same mode."""
+    if url.drivername != "sqlite":
+        return
+    assert url.database is not None
+    try:
+        os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise StorageError(f"the database {url.database!r} cannot be opened: {error.strerror}") from error

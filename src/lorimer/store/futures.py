@@ -1,0 +1,298 @@
+"""The journal: every accepted operation with its payload until it is not needed and its result until it is fetched.
+
+A row is written before its request is answered, once per (lane, seq_id), and ends once: queued → done | failed |
+rejected | abandoned | cancelled. A training run is a fold over its lane, so this holds whatever is released or expired:
+
+    Above the run's snapshot_seq no row is deleted, and no payload of a queued or done operation is dropped,
+    except that of a done ``forward``, which changes nothing. The same goes for the operation that created
+    the run, until the run has a snapshot.
+
+The scheduler decides when operations run; the bytes lie in `blobs`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Literal
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    literal_column,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from lorimer.store import blobs
+from lorimer.store.tables import blobs as contents
+from lorimer.store.tables import futures, runs
+from lorimer.store.values import new_id, storable, utc_now
+
+FutureState = Literal["queued", "done", "failed", "rejected", "abandoned", "cancelled"]
+ResultFormat = Literal["json", "protobuf"]
+
+STATELESS_KINDS = ("forward",)
+"""Operations of a run that leave it as it was."""
+
+
+@dataclass(frozen=True)
+class FutureRow:
+    request_id: str
+    user_id: str
+    session_id: str | None
+    kind: str
+    lane: str
+    """Within which ``seq_id`` is unique: the run, the sampling session, or the session's models or losses."""
+    seq_id: int | None
+    state: FutureState
+    error: str | None
+    category: str | None
+    received_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    fetched_at: datetime | None
+    tokens: int
+    result_format: ResultFormat | None
+    result_size: int
+    """In bytes; stays when the result is dropped."""
+    payload_sha256: str
+    """Tells a retry from another request under the same number."""
+
+
+@dataclass(frozen=True)
+class Expired:
+    """What one call of `expire` freed."""
+
+    results: int
+    payloads: int
+    rows: int
+
+
+_COLUMNS = [futures.c[name] for name in FutureRow.__dataclass_fields__]
+_GET = select(*_COLUMNS).where(futures.c.request_id == bindparam("id"))
+_SAME_NUMBER = select(*_COLUMNS).where(futures.c.lane == bindparam("of_lane"), futures.c.seq_id == bindparam("seq"))
+_QUEUED = and_(futures.c.request_id == bindparam("id"), futures.c.state == "queued")
+_FINISH = (
+    update(futures)
+    .where(_QUEUED)
+    .values({name: bindparam(f"new_{name}") for name in ("state", "started_at", "finished_at")})
+    .values({name: bindparam(f"new_{name}") for name in ("result_format", "result_size", "error", "category")})
+    .values(holds_bytes=True)
+)
+_FETCHED = update(futures).where(futures.c.request_id == bindparam("id")).values(fetched_at=bindparam("at"))
+
+
+def accept(
+    c: Connection,
+    *,
+    request_id: str | None = None,
+    user_id: str,
+    session_id: str | None,
+    kind: str,
+    lane: str,
+    seq_id: int | None,
+    payload: bytes,
+    tokens: int = 0,
+    state: FutureState = "queued",
+    error: str | None = None,
+    category: str | None = None,
+) -> tuple[FutureRow, bool]:
+    """The row of an operation and whether it is new; the number of a lane has one row, the first."""
+    now = utc_now()
+    row = FutureRow(
+        request_id=request_id or new_id(),
+        user_id=user_id,
+        session_id=session_id,
+        kind=kind,
+        lane=lane,
+        seq_id=seq_id,
+        state=state,
+        error=None if error is None else storable(error),
+        category=category,
+        received_at=now,
+        started_at=None,
+        finished_at=None if state == "queued" else now,
+        fetched_at=None,
+        tokens=tokens,
+        result_format=None,
+        result_size=0,
+        payload_sha256=hashlib.sha256(payload).hexdigest(),
+    )
+    values = row.__dict__ | {"holds_bytes": bool(payload)}
+    if c.execute(_insert_once(c.dialect.name), values).rowcount == 1:
+        if payload:
+            blobs.put(c, row.request_id, "payload", payload)
+        return row, True
+    known = None if seq_id is None else c.execute(_SAME_NUMBER, {"of_lane": lane, "seq": seq_id}).one_or_none()
+    return _record(known or c.execute(_GET, {"id": row.request_id}).one()), False
+
+
+def get(c: Connection, request_id: str) -> FutureRow | None:
+    row = c.execute(_GET, {"id": request_id}).one_or_none()
+    return None if row is None else _record(row)
+
+
+def payload(c: Connection, request_id: str) -> bytes | None:
+    """What was asked, or None if it is not needed any more."""
+    return blobs.get(c, request_id, "payload")
+
+
+def result(c: Connection, request_id: str) -> bytes | None:
+    """What came out, or None if there is nothing yet or it was dropped."""
+    return blobs.get(c, request_id, "result")
+
+
+def finish(
+    c: Connection,
+    request_id: str,
+    *,
+    result: bytes,
+    result_format: ResultFormat,
+    started_at: datetime | None = None,
+) -> bool:
+    """Whether this ended the operation; of several ends the first counts."""
+    if not _end(c, request_id, "done", started_at=started_at, result_format=result_format, result_size=len(result)):
+        return False
+    blobs.put(c, request_id, "result", result)
+    return True
+
+
+def fail(
+    c: Connection,
+    request_id: str,
+    *,
+    error: str,
+    category: str,
+    state: FutureState = "failed",
+    started_at: datetime | None = None,
+) -> bool:
+    """Whether this ended the operation; of several ends the first counts."""
+    return _end(c, request_id, state, started_at=started_at, error=storable(error), category=category)
+
+
+def unfinished(c: Connection) -> list[FutureRow]:
+    """All that is queued, by lane and number; what has no number comes last, in the order it came."""
+    order = (futures.c.lane, futures.c.seq_id.asc().nulls_last(), futures.c.received_at)
+    queued = futures.c.state == literal_column("'queued'")  # written out, as in the index
+    return [_record(row) for row in c.execute(select(*_COLUMNS).where(queued).order_by(*order))]
+
+
+def journal(c: Connection, lane: str, after_seq: int) -> list[FutureRow]:
+    """The operations of a lane above a number, in their order, however they ended."""
+    wanted = (futures.c.lane == lane) & (futures.c.seq_id > after_seq)
+    return [_record(row) for row in c.execute(select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id))]
+
+
+def history(c: Connection, session_id: str, limit: int) -> list[FutureRow]:
+    """The session's newest operations, oldest of them first."""
+    query = select(*_COLUMNS).where(futures.c.session_id == session_id).order_by(futures.c.received_at.desc())
+    return [_record(row) for row in c.execute(query.limit(limit))][::-1]
+
+
+def mark_fetched(c: Connection, fetched: dict[str, datetime]) -> None:
+    """Note which results the client has received; collected by the caller and written in bulk."""
+    if fetched:
+        c.execute(_FETCHED, [{"id": request_id, "at": at} for request_id, at in fetched.items()])
+
+
+def release(c: Connection, request_ids: Iterable[str]) -> None:
+    """Drop results, and payloads that no replay needs; the rows stay. Queued operations are left alone."""
+    chosen = and_(futures.c.request_id.in_(list(request_ids)), futures.c.state != "queued")
+    _drop_bytes(c, list(c.execute(select(futures.c.request_id, _needed().label("is_needed")).where(chosen))))
+
+
+def drop_payloads(c: Connection, lane: str, up_to_seq: int) -> int:
+    """Drop the payloads of ended operations up to a number, but none that a replay needs; returns how many."""
+    chosen = and_(futures.c.lane == lane, futures.c.seq_id <= up_to_seq, futures.c.holds_bytes)
+    ids = list(c.execute(select(futures.c.request_id).where(chosen, futures.c.state != "queued", ~_needed())).scalars())
+    dropped = blobs.drop(c, ids, "payload")
+    _note_empty(c, ids)
+    return dropped
+
+
+def expire(
+    c: Connection,
+    *,
+    now: datetime,
+    fetched_before: datetime,
+    finished_before: datetime,
+    rows_before: datetime,
+    limit: int = 500,
+) -> Expired:
+    """Free what has been fetched or has waited long enough, and delete whole rows that ended before ``rows_before``.
+
+    At most ``limit`` rows are looked at for each, so that the writer is not held up; nothing freed means it is done.
+    """
+    fetched = futures.c.fetched_at < min(fetched_before, now)
+    waited = futures.c.finished_at < min(finished_before, now)
+    results = payloads = 0
+    for due in (fetched, waited):
+        ended = select(futures.c.request_id, _needed().label("is_needed")).where(futures.c.holds_bytes, due)
+        with_results = exists().where(contents.c.owner == futures.c.request_id, contents.c.part == "result")
+        found = list(c.execute(ended.where(futures.c.state != "queued", or_(with_results, ~_needed())).limit(limit)))
+        freed = _drop_bytes(c, found)
+        results, payloads = results + freed[0], payloads + freed[1]
+    old = and_(futures.c.finished_at < min(rows_before, now), futures.c.state != "queued", ~_above_snapshot())
+    ids = list(c.execute(select(futures.c.request_id).where(old).limit(limit)).scalars())
+    if ids:
+        blobs.drop(c, ids)
+        c.execute(delete(futures).where(futures.c.request_id.in_(ids)))
+    return Expired(results, payloads, len(ids))
+
+
+def _record(row: Row[Any]) -> FutureRow:
+    return FutureRow(*tuple(row))
+
+
+@lru_cache
+def _insert_once(dialect: str) -> sqlite.Insert | postgresql.Insert:
+    statement = postgresql.insert(futures) if dialect == "postgresql" else sqlite.insert(futures)
+    return statement.on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+
+
+def _end(c: Connection, request_id: str, state: FutureState, **values: Any) -> bool:
+    blank = {"started_at": None, "result_format": None, "result_size": 0, "error": None, "category": None}
+    new = blank | values | {"state": state, "finished_at": utc_now()}
+    return c.execute(_FINISH, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}).rowcount == 1
+
+
+def _above_snapshot() -> ColumnElement[bool]:
+    """Whether a replay of the row's run would begin before it."""
+    of_run = and_(runs.c.model_id == futures.c.lane, runs.c.snapshot_seq < futures.c.seq_id)
+    creates = and_(
+        futures.c.lane == runs.c.session_id + ":models",
+        runs.c.session_id == futures.c.session_id,
+        runs.c.model_seq_id == futures.c.seq_id,
+        runs.c.snapshot_name.is_(None),
+    )
+    return or_(exists().where(of_run), exists().where(creates))
+
+
+def _needed() -> ColumnElement[bool]:
+    """Whether the row's payload is still to be run, or to be run again after a crash."""
+    changed = and_(futures.c.state == "done", futures.c.kind.not_in(STATELESS_KINDS), _above_snapshot())
+    return or_(futures.c.state == "queued", changed)
+
+
+def _drop_bytes(c: Connection, rows: list[Row[Any]]) -> tuple[int, int]:
+    """Drop the results of these (request_id, is_needed) rows, and the payloads of those not needed."""
+    ids = [row.request_id for row in rows]
+    free = [row.request_id for row in rows if not row.is_needed]
+    counts = blobs.drop(c, ids, "result"), blobs.drop(c, free, "payload")
+    _note_empty(c, ids)
+    return counts
+
+
+def _note_empty(c: Connection, ids: list[str]) -> None:
+    if ids:
+        empty = and_(futures.c.request_id.in_(ids), ~exists().where(contents.c.owner == futures.c.request_id))
+        c.execute(update(futures).where(empty).values(holds_bytes=False))

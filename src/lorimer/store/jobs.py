@@ -1,0 +1,81 @@
+"""Work for the database's threads, and the way its outcome reaches the caller: an event loop or a waiting thread."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sqlalchemy import Connection
+
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.05, 2.0
+_CLOSING_SECONDS = 5.0
+
+
+class Job:
+    """``call(connection)``, to be run for its caller; when the connection is lost it is run again."""
+
+    __slots__ = ("call", "error", "result", "waiter")
+
+    def __init__(
+        self,
+        call: Callable[[Connection], Any],
+        waiter: "asyncio.Future[Any] | concurrent.futures.Future[Any]",
+    ) -> None:
+        self.call = call
+        self.waiter = waiter
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self, connection: Connection) -> None:
+        self.error = None
+        self.result = self.call(connection)
+
+
+class Patience:
+    """The growing pauses between attempts to reach the database, which end after ``seconds`` or soon after closing."""
+
+    def __init__(self, seconds: float, closing: threading.Event) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._closing = closing
+        self._delay = _FIRST_DELAY_SECONDS
+
+    def wait(self) -> bool:
+        """Pause, and say whether to try again."""
+        if self._closing.is_set():
+            self._deadline = min(self._deadline, time.monotonic() + _CLOSING_SECONDS)
+        if time.monotonic() + self._delay > self._deadline:
+            return False
+        threading.Event().wait(self._delay)
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
+        return True
+
+
+def deliver(jobs: Iterable[Job]) -> None:
+    """Wake the callers, each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+    for job in jobs:
+        if isinstance(job.waiter, asyncio.Future):
+            by_loop.setdefault(job.waiter.get_loop(), []).append(job)
+        else:
+            _settle(job)
+    for loop, its_jobs in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle_all, its_jobs)
+        except RuntimeError:
+            continue  # the loop was closed; nobody waits any more
+
+
+def _settle_all(jobs: list[Job]) -> None:
+    for job in jobs:
+        _settle(job)
+
+
+def _settle(job: Job) -> None:
+    if job.waiter.done():
+        return  # the caller gave up
+    if job.error is not None:
+        job.waiter.set_exception(job.error)
+    else:
+        job.waiter.set_result(job.result)

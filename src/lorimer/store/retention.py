@@ -1,0 +1,12 @@
+"""Which entries of the data directory the database knows; the rest is what a killed server left."""
+
+from sqlalchemy import Connection, select, union_all
+
+from lorimer.store.tables import blobs, runs, weights
+
+
+def known_names(c: Connection) -> set[str]:
+    """The names of all weights, snapshots and blob files, for `DataDirectory.sweep_orphans`."""
+    snapshots = select(runs.c.snapshot_name).where(runs.c.snapshot_name.is_not(None))
+    files = select(blobs.c.file).where(blobs.c.file.is_not(None))
+    return set(c.execute(union_all(select(weights.c.name), snapshots, files)).scalars())

@@ -1,0 +1,164 @@
+"""Training runs: what they were made of, up to which `seq_id` their snapshot is valid, and whether they are usable.
+
+Their operations are in `futures`, their saved weights in `checkpoints`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, bindparam, func, or_, select, update
+
+from lorimer.store.tables import checkpoints, insert, runs
+from lorimer.store.values import record, record_or_none, storable, utc_now
+
+NO_SNAPSHOT = -1
+"""The ``snapshot_seq`` of a run that has none: every operation lies above it."""
+EXPIRED = 2**62
+"""The ``snapshot_seq`` of a run that is never replayed: every operation lies below it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    model_id: str
+    session_id: str
+    user_id: str
+    project_id: str | None
+    model_seq_id: int
+    base_model: str
+    rank: int
+    seed: int | None
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    user_metadata: dict[str, str]
+    created_at: datetime
+    last_request_at: datetime
+    snapshot_seq: int
+    """The last operation whose effect the snapshot holds; -1 without one."""
+    snapshot_name: str | None
+    """The snapshot's directory below ``snapshots/``."""
+    corrupted: str | None
+    """Why the run cannot go on, if so."""
+    is_unloaded: bool
+
+
+_GET = select(runs).where(runs.c.model_id == bindparam("model_id"))
+_TOUCH = update(runs).where(runs.c.model_id == bindparam("id")).values(last_request_at=bindparam("at"))
+
+
+def create_run(
+    c: Connection,
+    *,
+    session_id: str,
+    user_id: str,
+    project_id: str | None,
+    model_seq_id: int,
+    base_model: str,
+    rank: int,
+    seed: int | None,
+    train_attn: bool,
+    train_mlp: bool,
+    train_unembed: bool,
+    optimizer_type: str,
+    user_metadata: dict[str, str],
+) -> Run:
+    """The session's run number ``model_seq_id``; a second call returns the first row, whatever it asks for."""
+    model_id, now = f"{session_id}:train:{model_seq_id}", utc_now()
+    values = {
+        "model_id": model_id,
+        "session_id": session_id,
+        "user_id": user_id,
+        "project_id": project_id,
+        "model_seq_id": model_seq_id,
+        "base_model": base_model,
+        "rank": rank,
+        "seed": seed,
+        "train_attn": train_attn,
+        "train_mlp": train_mlp,
+        "train_unembed": train_unembed,
+        "optimizer_type": optimizer_type,
+        "user_metadata": user_metadata,
+        "created_at": now,
+        "last_request_at": now,
+        "snapshot_seq": NO_SNAPSHOT,
+        "is_unloaded": False,
+    }
+    c.execute(insert(c, runs).values(values).on_conflict_do_nothing())
+    return record(Run, c.execute(_GET, {"model_id": model_id}).one())
+
+
+def get_run(c: Connection, model_id: str) -> Run | None:
+    return record_or_none(Run, c.execute(_GET, {"model_id": model_id}).one_or_none())
+
+
+def list_runs(
+    c: Connection,
+    *,
+    user_id: str,
+    include_published: bool = False,
+    project_id: str | None = None,
+    limit: int,
+    offset: int,
+) -> tuple[list[Run], int]:
+    """A page of the user's runs, newest first, and how many there are in all.
+
+    With ``include_published`` others' runs that have a public checkpoint are among them.
+    """
+    wanted = runs.c.user_id == user_id
+    if include_published:
+        alive = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > utc_now())
+        published = select(checkpoints.c.model_id).where(checkpoints.c.public, alive)
+        wanted = or_(wanted, runs.c.model_id.in_(published))
+    if project_id is not None:
+        wanted = wanted & (runs.c.project_id == project_id)
+    total = c.execute(select(func.count()).select_from(runs).where(wanted)).scalar_one()
+    page = select(runs).where(wanted).order_by(runs.c.created_at.desc(), runs.c.model_id.desc())
+    return [record(Run, row) for row in c.execute(page.limit(limit).offset(offset))], total
+
+
+def set_snapshot(c: Connection, model_id: str, seq: int, name: str) -> str | None:
+    """Make ``name`` the run's snapshot, valid after ``seq``, and return the name that nobody needs any more.
+
+    That is the previous snapshot's, or ``name`` itself if the run already has a later one or does not exist.
+    """
+    row = c.execute(_GET, {"model_id": model_id}).one_or_none()
+    if row is None or row.snapshot_seq > seq:
+        return name
+    c.execute(update(runs).where(runs.c.model_id == model_id).values(snapshot_seq=seq, snapshot_name=name))
+    old: str | None = row.snapshot_name
+    return old if old != name else None
+
+
+def touch_run(c: Connection, model_id: str, at: datetime) -> None:
+    touch_runs(c, {model_id: at})
+
+
+def touch_runs(c: Connection, used: dict[str, datetime]) -> None:
+    """Note when runs were last asked for something; collected by the caller and written in bulk."""
+    if used:
+        c.execute(_TOUCH, [{"id": model_id, "at": at} for model_id, at in used.items()])
+
+
+def mark_corrupted(c: Connection, model_id: str, reason: str) -> None:
+    """The run cannot go on. The first reason stays."""
+    first = (runs.c.model_id == model_id) & runs.c.corrupted.is_(None)
+    c.execute(update(runs).where(first).values(corrupted=storable(reason)))
+
+
+def expire_runs(c: Connection, *, unused_before: datetime, reason: str, except_for: Iterable[str] = ()) -> list[Run]:
+    """Runs not used since then cannot go on, and give their snapshots up; returns them as they were."""
+    idle = (runs.c.last_request_at < unused_before) & (runs.c.snapshot_seq < EXPIRED)
+    found = [record(Run, row) for row in c.execute(select(runs).where(idle).limit(1000))]
+    kept = set(except_for)
+    found = [run for run in found if run.model_id not in kept]
+    for run in found:
+        mark_corrupted(c, run.model_id, reason)
+    chosen = update(runs).where(runs.c.model_id.in_([run.model_id for run in found]))
+    c.execute(chosen.values(snapshot_seq=EXPIRED, snapshot_name=None))
+    return found
+
+
+def mark_unloaded(c: Connection, model_id: str, is_unloaded: bool = True) -> None:
+    c.execute(update(runs).where(runs.c.model_id == model_id).values(is_unloaded=is_unloaded))

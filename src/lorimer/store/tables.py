@@ -1,0 +1,330 @@
+"""The tables of the database and the types of their columns, the same on SQLite and PostgreSQL.
+
+A change here needs a new file in `migrations/versions`; a test compares the two. What the rows mean is written in the
+module named like the table, which is also the only one that touches it.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+SCHEMA_VERSION = "0001"
+"""The newest revision in `migrations/versions`."""
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment: stored in UTC with microseconds, given back aware."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        assert value.tzinfo is not None, "a time without a zone is not a moment"
+        moment = value.astimezone(UTC)
+        return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value.astimezone(UTC)
+
+
+class Json(TypeDecorator[Any]):
+    """A value kept as JSON text: the same bytes on both databases, never interpreted by them."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else orjson.loads(value)
+
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+
+# SQLite counts rows by itself only in a column called INTEGER, which has 64 bits there.
+_NUMBER = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _id(name: str) -> Column[str]:
+    return Column(name, Text, primary_key=True)
+
+
+def _text(name: str, *, null: bool = False) -> Column[str]:
+    return Column(name, Text, nullable=null)
+
+
+def _time(name: str, *, null: bool = False) -> Column[datetime]:
+    return Column(name, UtcDateTime, nullable=null)
+
+
+def _part(name: str, *columns: str, where: str) -> Index:
+    """An index over the rows that satisfy ``where`` only, which queries must repeat without parameters to use it.
+
+    A name alone is a boolean column, which SQLAlchemy compares with 1 on SQLite.
+    """
+    on_sqlite = f"{where} = 1" if where.isidentifier() else where
+    return Index(name, *columns, sqlite_where=text(on_sqlite), postgresql_where=text(where))
+
+
+users = Table(
+    "users",
+    metadata,
+    _id("user_id"),
+    Column("name", Text, nullable=False, unique=True),
+    _text("email"),
+    _time("created_at"),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("key_id", _NUMBER, primary_key=True, autoincrement=True),
+    Column("user_id", Text, ForeignKey("users.user_id"), nullable=False, index=True),
+    _text("name"),
+    _text("note"),
+    Column("prefix", Text, nullable=False, index=True),
+    _text("secret_sha256"),
+    _time("created_at"),
+    _time("last_used_at", null=True),
+    _time("revoked_at", null=True),
+    sqlite_autoincrement=True,  # the number of a removed key never names another
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    _id("session_id"),
+    Column("user_id", Text, ForeignKey("users.user_id"), nullable=False),
+    _text("project_id", null=True),
+    _text("display_name", null=True),
+    _text("display_name_folded", null=True),
+    Column("tags", Json, nullable=False),
+    Column("user_metadata", Json, nullable=False),
+    _text("sdk_version", null=True),
+    _time("created_at"),
+    _time("last_seen_at"),
+    _text("status"),
+    _text("finish_reason", null=True),
+    _text("finish_detail", null=True),
+    Index(None, "user_id", "created_at", "session_id"),
+    Index(None, "created_at", "session_id"),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    _id("model_id"),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    _text("user_id"),
+    _text("project_id", null=True),
+    Column("model_seq_id", BigInteger, nullable=False),
+    _text("base_model"),
+    Column("rank", Integer, nullable=False),
+    Column("seed", BigInteger, nullable=True),
+    Column("train_attn", Boolean, nullable=False),
+    Column("train_mlp", Boolean, nullable=False),
+    Column("train_unembed", Boolean, nullable=False),
+    _text("optimizer_type"),
+    Column("user_metadata", Json, nullable=False),
+    _time("created_at"),
+    _time("last_request_at"),
+    Column("snapshot_seq", BigInteger, nullable=False),
+    _text("snapshot_name", null=True),
+    _text("corrupted", null=True),
+    Column("is_unloaded", Boolean, nullable=False),
+    UniqueConstraint("session_id", "model_seq_id"),
+    Index(None, "user_id", "created_at", "model_id"),
+    Index(None, "created_at", "model_id"),
+)
+
+futures = Table(
+    "futures",
+    metadata,
+    _id("request_id"),
+    _text("user_id"),
+    _text("session_id", null=True),
+    _text("kind"),
+    _text("lane"),
+    Column("seq_id", BigInteger, nullable=True),
+    _text("state"),
+    _text("error", null=True),
+    _text("category", null=True),
+    _time("received_at"),
+    _time("started_at", null=True),
+    _time("finished_at", null=True),
+    _time("fetched_at", null=True),
+    Column("tokens", BigInteger, nullable=False),
+    _text("result_format", null=True),
+    Column("result_size", BigInteger, nullable=False),
+    _text("payload_sha256"),
+    Column("holds_bytes", Boolean, nullable=False),
+    # Requests without a number (NULL) are all different for both databases, so each gets its own row.
+    UniqueConstraint("lane", "seq_id"),
+    Index(None, "session_id", "received_at"),
+    Index(None, "finished_at"),
+    _part("ix_futures_queued", "lane", "seq_id", where="state = 'queued'"),
+    _part("ix_futures_lane_holds_bytes", "lane", "seq_id", where="holds_bytes"),
+    _part("ix_futures_finished_holds_bytes", "finished_at", where="holds_bytes"),
+    _part("ix_futures_fetched_holds_bytes", "fetched_at", where="holds_bytes"),
+)
+
+blobs = Table(
+    "blobs",
+    metadata,
+    _id("owner"),
+    _id("part"),
+    Column("data", LargeBinary, nullable=True),
+    Column("file", Text, nullable=True),
+    _part("ix_blobs_file", "file", where="file IS NOT NULL"),
+)
+
+weights = Table(
+    "weights",
+    metadata,
+    _id("weights_id"),
+    Column("name", Text, nullable=False, unique=True),
+    _text("base_model"),
+    Column("rank", Integer, nullable=False),
+    Column("train_attn", Boolean, nullable=False),
+    Column("train_mlp", Boolean, nullable=False),
+    Column("train_unembed", Boolean, nullable=False),
+    _text("optimizer_type"),
+    Column("has_optimizer", Boolean, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("files", Json, nullable=False),
+    _time("created_at"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    _id("checkpoint_key"),
+    _text("user_id"),
+    _text("model_id"),
+    _text("project_id", null=True),
+    _text("kind"),
+    _text("name"),
+    Column("weights_id", Text, ForeignKey("weights.weights_id"), nullable=False, index=True),
+    Column("public", Boolean, nullable=False),
+    Column("user_metadata", Json, nullable=False),
+    _time("created_at"),
+    _time("expires_at", null=True),
+    UniqueConstraint("model_id", "kind", "name"),
+    # With the last column the user's checkpoints are counted without reading them.
+    Index("ix_checkpoints_user", "user_id", "created_at", "checkpoint_key", "expires_at"),
+    Index(None, "model_id", "created_at"),
+    _part("ix_checkpoints_expires", "expires_at", where="expires_at IS NOT NULL"),
+    _part("ix_checkpoints_public", "model_id", where="public"),
+)
+
+samplers = Table(
+    "samplers",
+    metadata,
+    _id("sampling_session_id"),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    _text("user_id"),
+    Column("seq", BigInteger, nullable=False),
+    _text("base_model"),
+    _text("model_path", null=True),
+    _text("model_id", null=True),
+    # Not a foreign key: a sampler outlives its weights, and says so when it is used.
+    Column("weights_id", Text, nullable=True, index=True),
+    _time("created_at"),
+    _time("last_used_at"),
+    Column("client_counter", BigInteger, nullable=False),
+    UniqueConstraint("session_id", "seq"),
+    Index(None, "model_id", "created_at"),
+)
+
+losses = Table(
+    "losses",
+    metadata,
+    _id("loss_id"),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
+    _text("user_id"),
+    _text("name"),
+    _time("created_at"),
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("bucket_start", UtcDateTime, primary_key=True),
+    # A key column cannot be NULL, so the absence of a session or project is the empty string.
+    *(_id(name) for name in ("user_id", "session_id", "project_id", "base_model", "kind")),
+    Column("amount", BigInteger, nullable=False),
+    Index(None, "user_id", "bucket_start"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("entry_id", _NUMBER, primary_key=True, autoincrement=True),
+    _time("at"),
+    _text("user_id", null=True),
+    _text("event"),
+    _text("model_id", null=True),
+    _text("tinker_path", null=True),
+    Column("details", Json, nullable=False),
+    _text("purpose", null=True),
+    Index(None, "at"),
+    Index(None, "user_id", "at"),
+)
+
+telemetry = Table(
+    "telemetry",
+    metadata,
+    Column("event_id", _NUMBER, primary_key=True, autoincrement=True),
+    _text("session_id"),
+    _text("user_id"),
+    _time("at"),
+    Column("event", Json, nullable=False),
+    Index(None, "session_id", "event_id"),
+)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    _id("user_id"),
+    _id("key"),
+    Column("value", Json, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False, index=True),
+)
+
+
+def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """The database's own INSERT, which has ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
+    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)

@@ -1,0 +1,49 @@
+"""Events the SDK reports about itself: the newest thousand of each session, without credentials."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, delete, select
+
+from lorimer.store.tables import insert, telemetry
+from lorimer.store.values import utc_now
+
+KEPT_PER_SESSION = 1000
+_SECRET_NAMES = {"authorization", "x-api-key", "cookie", "set-cookie", "proxy-authorization"}
+_SECRET = re.compile(r"tml-[A-Za-z0-9_-]{8,}|[Bb]earer\s+\S+")
+
+
+def add_events(c: Connection, session_id: str, user_id: str, events: Sequence[dict[str, Any]]) -> None:
+    """Keep the events; the session's oldest go when it has more than a thousand."""
+    now = utc_now()
+    kept = [without_secrets(event) for event in events[-KEPT_PER_SESSION:]]
+    if not kept:
+        return
+    rows = [{"session_id": session_id, "user_id": user_id, "at": now, "event": event} for event in kept]
+    c.execute(insert(c, telemetry), rows)
+    of_session = telemetry.c.session_id == session_id
+    newest_first = select(telemetry.c.event_id).where(of_session).order_by(telemetry.c.event_id.desc())
+    first_to_go = newest_first.offset(KEPT_PER_SESSION).limit(1).scalar_subquery()
+    c.execute(delete(telemetry).where(of_session, telemetry.c.event_id <= first_to_go))
+
+
+def events(c: Connection, session_id: str) -> list[dict[str, Any]]:
+    """The session's events, oldest first."""
+    query = select(telemetry.c.event).where(telemetry.c.session_id == session_id).order_by(telemetry.c.event_id)
+    return list(c.execute(query).scalars())
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy in which headers that carry credentials, and anything that looks like a key, are blanked."""
+    match value:
+        case dict():
+            return {
+                key: "[removed]" if str(key).lower() in _SECRET_NAMES else without_secrets(item)
+                for key, item in value.items()
+            }
+        case list() | tuple():
+            return [without_secrets(item) for item in value]
+        case str():
+            return _SECRET.sub("[removed]", value)
+    return value

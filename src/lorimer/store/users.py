@@ -1,0 +1,115 @@
+"""Users and their API keys. A key is shown once, when made; the database holds its SHA-256 and first characters."""
+
+import hashlib
+import hmac
+import secrets
+import string
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, bindparam, exists, select, update
+
+from lorimer.store.tables import api_keys, insert, users
+from lorimer.store.values import new_id, record, record_or_none, storable, utc_now
+
+KEY_PREFIX = "tml-"
+_ALPHABET = string.ascii_letters + string.digits
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class User:
+    user_id: str
+    name: str
+    email: str
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    key_id: int
+    user_id: str
+    name: str
+    note: str
+    prefix: str
+    """The first characters of the secret, by which its owner recognises it."""
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+_KEY_COLUMNS = [api_keys.c[name] for name in ApiKey.__dataclass_fields__]
+_CANDIDATES = (
+    select(*_KEY_COLUMNS, api_keys.c.secret_sha256)
+    .where(api_keys.c.prefix == bindparam("shown"), api_keys.c.revoked_at.is_(None))
+    .order_by(api_keys.c.key_id)
+)
+
+
+def ensure_user(c: Connection, name: str, email: str = "") -> User:
+    """The user called ``name``, made now if there is none; an existing user keeps their address."""
+    values = {"user_id": new_id(), "name": storable(name), "email": storable(email), "created_at": utc_now()}
+    c.execute(insert(c, users).values(values).on_conflict_do_nothing())
+    return record(User, c.execute(select(users).where(users.c.name == values["name"])).one())
+
+
+def get_user(c: Connection, user_id: str) -> User | None:
+    return record_or_none(User, c.execute(select(users).where(users.c.user_id == user_id)).one_or_none())
+
+
+def create_key(c: Connection, user_name: str, name: str, note: str = "") -> tuple[ApiKey, str]:
+    """A new key for ``user_name``, who is made if unknown, and its secret, which cannot be read again."""
+    secret = KEY_PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(40))
+    values = {
+        "user_id": ensure_user(c, user_name).user_id,
+        "name": storable(name),
+        "note": storable(note),
+        "prefix": secret[:_SHOWN],
+        "secret_sha256": _digest(secret),
+        "created_at": utc_now(),
+    }
+    row = c.execute(insert(c, api_keys).values(values).returning(*_KEY_COLUMNS)).one()
+    return record(ApiKey, row), secret
+
+
+def find_key(c: Connection, secret: str) -> tuple[ApiKey, User] | None:
+    """The key with this secret and its user; None if it is unknown or revoked. Compares in constant time."""
+    digest, found = _digest(secret), None
+    for *fields, stored in c.execute(_CANDIDATES, {"shown": storable(secret[:_SHOWN])}).all():
+        if hmac.compare_digest(digest, stored):
+            found = ApiKey(*fields)
+    if found is None:
+        return None
+    user = get_user(c, found.user_id)
+    assert user is not None, "a key belongs to a user"
+    return found, user
+
+
+def list_keys(c: Connection, user_id: str | None = None) -> list[ApiKey]:
+    """All keys, or those of one user, revoked ones included, oldest first."""
+    query = select(*_KEY_COLUMNS).order_by(api_keys.c.key_id)
+    if user_id is not None:
+        query = query.where(api_keys.c.user_id == user_id)
+    return [record(ApiKey, row) for row in c.execute(query)]
+
+
+def revoke_key(c: Connection, key_id: int) -> bool:
+    """Whether the key existed and was not revoked before."""
+    wanted = (api_keys.c.key_id == key_id) & api_keys.c.revoked_at.is_(None)
+    return c.execute(update(api_keys).where(wanted).values(revoked_at=utc_now())).rowcount == 1
+
+
+def touch_keys(c: Connection, used: dict[int, datetime]) -> None:
+    """Note when keys were last used; collected by the caller and written in bulk."""
+    if used:
+        statement = update(api_keys).where(api_keys.c.key_id == bindparam("key")).values(last_used_at=bindparam("at"))
+        c.execute(statement, [{"key": key, "at": at} for key, at in used.items()])
+
+
+def has_keys(c: Connection) -> bool:
+    """Whether any key can be used."""
+    return bool(c.execute(select(exists().where(api_keys.c.revoked_at.is_(None)))).scalar_one())
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

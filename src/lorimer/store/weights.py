@@ -1,0 +1,90 @@
+"""Directories of saved weights below `weights/`, each shared by any number of checkpoints and samplers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypedDict
+
+from sqlalchemy import Connection, delete, exists, or_, select
+
+from lorimer.store.tables import checkpoints, insert, samplers, weights
+from lorimer.store.values import new_id, record, record_or_none, utc_now
+
+
+class WeightsFile(TypedDict):
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    weights_id: str
+    name: str
+    """The directory below ``weights/``."""
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    has_optimizer: bool
+    size_bytes: int
+    files: dict[str, WeightsFile]
+    """By path relative to the directory."""
+    created_at: datetime
+
+
+def add_weights(
+    c: Connection,
+    *,
+    name: str,
+    base_model: str,
+    rank: int,
+    train_attn: bool,
+    train_mlp: bool,
+    train_unembed: bool,
+    optimizer_type: str,
+    has_optimizer: bool,
+    size_bytes: int,
+    files: dict[str, WeightsFile],
+) -> Weights:
+    """Record a complete directory; a second call for the same directory returns the first row."""
+    values = {
+        "weights_id": new_id(),
+        "name": name,
+        "base_model": base_model,
+        "rank": rank,
+        "train_attn": train_attn,
+        "train_mlp": train_mlp,
+        "train_unembed": train_unembed,
+        "optimizer_type": optimizer_type,
+        "has_optimizer": has_optimizer,
+        "size_bytes": size_bytes,
+        "files": files,
+        "created_at": utc_now(),
+    }
+    c.execute(insert(c, weights).values(values).on_conflict_do_nothing())
+    return record(Weights, c.execute(select(weights).where(weights.c.name == name)).one())
+
+
+def get_weights(c: Connection, weights_id: str) -> Weights | None:
+    return record_or_none(Weights, c.execute(select(weights).where(weights.c.weights_id == weights_id)).one_or_none())
+
+
+def unreferenced(c: Connection, *, sampler_idle_before: datetime) -> list[Weights]:
+    """Weights that no checkpoint names, no sampler has used since ``sampler_idle_before``, and no run's sampler holds.
+
+    Younger weights are not among them: the checkpoint or sampler they were saved for may be about to be written.
+    """
+    named = exists().where(checkpoints.c.weights_id == weights.c.weights_id)
+    is_held = or_(samplers.c.last_used_at >= sampler_idle_before, samplers.c.model_id.is_not(None))
+    used = exists().where(samplers.c.weights_id == weights.c.weights_id, is_held)
+    query = select(weights).where(weights.c.created_at < sampler_idle_before, ~named, ~used)
+    return [record(Weights, row) for row in c.execute(query.order_by(weights.c.created_at))]
+
+
+def delete_weights(c: Connection, ids: Iterable[str]) -> list[Weights]:
+    """Delete the rows no checkpoint names and return them; their directories may be removed after that."""
+    named = exists().where(checkpoints.c.weights_id == weights.c.weights_id)
+    chosen = delete(weights).where(weights.c.weights_id.in_(list(ids)), ~named)
+    return [record(Weights, row) for row in c.execute(chosen.returning(*weights.c))]

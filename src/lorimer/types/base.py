@@ -1,0 +1,84 @@
+"""The two kinds of JSON model, and how their errors read.
+
+Requests refuse unknown fields and numbers that are not finite, and take null for a field with a default as if it were
+absent: releases of the SDK differ in which of the two they send. Responses ignore what they do not know, so that an
+old client can talk to a new server.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lorimer.errors import InvalidInput
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer that a database and an array can hold."""
+Counter = Annotated[int, Field(ge=0, lt=2**63)]
+"""A sequence id, or another number that counts up from 0."""
+
+
+class Response(BaseModel):
+    """What a server answers; unknown fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+class Request(BaseModel):
+    """What a client sends; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not any(value is None for value in values.values()):
+            return values
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None or name not in fields or fields[name].is_required()
+        }
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validate(model: type[M], values: object, where: str = "") -> M:
+    """An instance of ``model`` from decoded JSON, or ``InvalidInput`` with paths of wrong fields below ``where``."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise InvalidInput(explain(error, where)) from None
+
+
+def explain(error: ValidationError, where: str = "") -> str:
+    """The error as one line: for each wrong field its path and what is accepted, three at most."""
+    found = error.errors(include_url=False, include_context=False, include_input=True)
+    lines = []
+    for item in found[:3]:
+        path = _path(where, item["loc"])
+        value = "" if item["type"] == "missing" else f" (got {_short(item['input'])})"
+        message = item["msg"][:1].lower() + item["msg"][1:]
+        lines.append(f"{path}: {message}{value}" if path else f"{message}{value}")
+    rest = len(found) - len(lines)
+    return "; ".join(lines) + (f"; and {rest} more" if rest else "")
+
+
+def _path(path: str, location: tuple[int | str, ...]) -> str:
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

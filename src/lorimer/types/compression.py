@@ -1,0 +1,93 @@
+"""Compressed bodies. What comes out is counted while it is read and never believed beforehand."""
+
+import io
+import zlib
+
+import zstandard
+
+from lorimer.errors import InvalidInput, TooLarge, Unsupported
+
+ENCODINGS = ("zstd", "gzip", "deflate", "identity")
+MAX_WINDOW_BYTES = 2**23
+"""Most memory a zstd frame may ask for; all levels up to 19 stay within it."""
+MAX_GZIP_MEMBERS = 1000
+
+_READ_BYTES = 2**20
+_FEED_BYTES = 2**16
+_END_TEXT = b"\0end of body\0"
+_END = zstandard.ZstdCompressor(write_checksum=True).compress(_END_TEXT)
+"""Follows a zstd body, for libzstd reports no missing end. The text comes out last only if the body is complete;
+otherwise this frame is swallowed as data, and ends in its checksum."""
+
+
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """The body without its ``Content-Encoding``; ``TooLarge`` as soon as it exceeds ``max_bytes``."""
+    match encoding.strip().lower():
+        case "" | "identity":
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            return body
+        case "zstd":
+            return _decompress_zstd(body, max_bytes)
+        case "gzip" | "x-gzip":
+            return _inflate(body, max_bytes, zlib.MAX_WBITS | 16, "gzip")
+        case "deflate":
+            return _inflate(body, max_bytes, zlib.MAX_WBITS, "deflate")
+    raise Unsupported(f"Content-Encoding {encoding[:100]!r} is not one of {', '.join(ENCODINGS)}")
+
+
+def compress_zstd(body: bytes, level: int = 1) -> bytes:
+    return zstandard.ZstdCompressor(level=level).compress(body)
+
+
+def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:
+    try:
+        declared = zstandard.get_frame_parameters(body).content_size
+        if declared not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) and declared > max_bytes:
+            raise _too_large(max_bytes)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        parts, size = [], 0
+        with decompressor.stream_reader(io.BytesIO(body + _END), read_across_frames=True) as reader:
+            while part := reader.read(_READ_BYTES):
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes + len(_END_TEXT):
+                    raise _too_large(max_bytes)
+    except zstandard.ZstdError as error:
+        if "too much memory" in str(error):
+            raise TooLarge(f"the zstd frame needs a window of more than {MAX_WINDOW_BYTES} bytes") from None
+        raise InvalidInput("the body is not a complete zstd frame") from None
+    text = b"".join(parts)
+    if not text.endswith(_END_TEXT):
+        raise InvalidInput("the body is not a complete zstd frame")
+    return text[: -len(_END_TEXT)]
+
+
+def _inflate(body: bytes, max_bytes: int, window_bits: int, name: str) -> bytes:
+    parts, size, members, position = [], 0, 0, 0
+    view = memoryview(body)
+    while position < len(view) or members == 0:
+        members += 1
+        if members > (MAX_GZIP_MEMBERS if name == "gzip" else 1):
+            raise InvalidInput(f"the {name} body has more parts than are accepted")
+        inflater = zlib.decompressobj(window_bits)
+        while not inflater.eof:
+            feed = inflater.unconsumed_tail or view[position : position + _FEED_BYTES]
+            if not feed:
+                raise InvalidInput(f"the {name} body ends too early")
+            if not inflater.unconsumed_tail:
+                position += len(feed)
+            try:
+                part = inflater.decompress(feed, max_bytes - size + 1)
+            except zlib.error:
+                raise InvalidInput(f"the body is not {name}") from None
+            parts.append(part)
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+        position -= len(inflater.unused_data)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {max_bytes} bytes when decompressed")

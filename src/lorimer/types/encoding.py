@@ -1,0 +1,84 @@
+"""The door to the encodings: training requests in and out of bytes, and results to and from both their forms.
+
+``request_protobuf``, ``request_json`` and ``results`` do the work. Whatever is wrong with a body becomes an
+``InvalidInput`` that names the field; what a model or a loss accepts is checked elsewhere.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lorimer.errors import InvalidInput
+from lorimer.types import request_json, request_protobuf
+from lorimer.types.compatibility import PROTOBUF
+from lorimer.types.results import (
+    OUTPUT_TYPE,
+    decode_forward_backward_output,
+    decode_sample_response,
+    encode_forward_backward_output,
+    encode_sample_response,
+    forward_backward_output_to_json,
+    sample_response_to_json,
+)
+from lorimer.types.training import TrainingRequest
+
+__all__ = [
+    "OUTPUT_TYPE",
+    "InvalidTrainingRequest",
+    "decode_forward_backward_output",
+    "decode_sample_response",
+    "decode_training_request",
+    "encode_forward_backward_output",
+    "encode_sample_response",
+    "encode_training_request",
+    "forward_backward_output_to_json",
+    "sample_response_to_json",
+]
+
+P = TypeVar("P")
+
+
+class InvalidTrainingRequest(InvalidInput):
+    """A training request that cannot be read. Its address is kept if it could be: its sequence id is used up."""
+
+    def __init__(self, message: str, model_id: str | None = None, seq_id: int | None = None) -> None:
+        super().__init__(message)
+        self.model_id = model_id
+        self.seq_id = seq_id
+
+
+def decode_training_request(body: bytes, content_type: str, forward_only: bool = False) -> TrainingRequest:
+    """The request in a body of protobuf or JSON; ``forward_only`` is that of the endpoint it was sent to."""
+    match content_type.partition(";")[0].strip().lower():
+        case "application/x-protobuf":
+            return _decode(body, forward_only, request_protobuf.parse, request_protobuf.address, request_protobuf.read)
+        case "application/json" | "":
+            return _decode(body, forward_only, request_json.parse, request_json.address, request_json.read)
+    raise InvalidTrainingRequest(f"Content-Type {content_type[:100]!r} is neither application/json nor {PROTOBUF}")
+
+
+def encode_training_request(request: TrainingRequest) -> bytes:
+    """The request as protobuf."""
+    return request_protobuf.write(request)
+
+
+def _decode(
+    body: bytes,
+    forward_only: bool,
+    parse: Callable[[bytes], P],
+    address: Callable[[P], tuple[object, object]],
+    read: Callable[[P, bool], TrainingRequest],
+) -> TrainingRequest:
+    model_id: str | None = None
+    seq_id: int | None = None
+    try:
+        parsed = parse(body)
+        given_id, given_seq = address(parsed)
+        if not isinstance(given_id, str) or not given_id:
+            raise InvalidInput(f"model_id is {given_id!r:.60}; the id of a run is accepted")
+        model_id = given_id
+        if type(given_seq) is not int or not 1 <= given_seq < 2**63:
+            raise InvalidInput(f"seq_id is {given_seq!r:.60}; integers from 1 are accepted")
+        seq_id = given_seq
+        return read(parsed, forward_only)
+    except InvalidInput as error:
+        raise InvalidTrainingRequest(str(error), model_id, seq_id) from None

@@ -1,0 +1,247 @@
+"""Model inputs: chunks of tokens, images and audio in one sequence.
+
+The kind of a chunk is read from its keys where ``type`` is missing, as in releases up to 0.16. Images and audio are
+carried as they came: nothing here decodes them, and no location is ever fetched.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, field_serializer, field_validator
+
+from lorimer.types.base import Counter, Request
+
+
+class Tokens(Sequence[int]):
+    """Token ids over an array, so that those of a request are not turned into Python numbers one by one."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: NDArray[np.integer[Any]]) -> None:
+        self.array = array
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        found: int | list[int] = self.array[index].tolist()
+        return found
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tokens):
+            return np.array_equal(self.array, other.array)
+        return isinstance(other, list | tuple) and self.array.tolist() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.array.tolist())
+
+
+def _from_base64(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error:
+        raise ValueError("not base64") from None
+
+
+Base64Bytes = Annotated[
+    bytes, BeforeValidator(_from_base64), PlainSerializer(lambda value: base64.b64encode(value).decode())
+]
+"""Bytes in memory, base64 in JSON."""
+ImageFormat = Literal["png", "jpeg"]
+_TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class EncodedTextChunk(Request):
+    tokens: Sequence[_TokenId]
+    type: Literal["encoded_text"] = "encoded_text"
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _from_array(cls, value: object) -> object:
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    @field_serializer("tokens")
+    def _as_list(self, value: Sequence[int]) -> list[int]:
+        return list(value)
+
+    @classmethod
+    def from_array(cls, tokens: NDArray[np.int32]) -> Self:
+        """A chunk over the array itself, which nobody changes after."""
+        return cls.model_construct(tokens=Tokens(tokens))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class ImageChunk(Request):
+    """An image in its file format. ``expected_tokens`` is advisory; the server counts for itself."""
+
+    data: Base64Bytes
+    format: ImageFormat
+    expected_tokens: Counter | None = None
+    type: Literal["image"] = "image"
+
+    @property
+    def length(self) -> int:
+        return _expected_tokens(self)
+
+
+class ImageAssetPointerChunk(Request):
+    """An image that the server is asked to find."""
+
+    format: ImageFormat
+    location: str
+    expected_tokens: Counter | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    @property
+    def length(self) -> int:
+        return _expected_tokens(self)
+
+
+class DmelChunk(Request):
+    """Audio as a tensor in a container whose header gives type and shape."""
+
+    dmel: Base64Bytes
+    type: Literal["dmel"] = "dmel"
+
+    @property
+    def length(self) -> int:
+        shape = container_shape(self.dmel)
+        if not shape:
+            raise ValueError("a dmel tensor without dimensions has no length")
+        return shape[0]
+
+
+_KINDS: dict[type, str] = {
+    EncodedTextChunk: "encoded_text",
+    ImageChunk: "image",
+    ImageAssetPointerChunk: "image_asset_pointer",
+    DmelChunk: "dmel",
+}
+_KEY_OF_KIND = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image", "dmel": "dmel"}
+
+
+def kind_of_chunk(value: object) -> str | None:
+    """The ``type`` of a chunk or of its JSON, told from its keys where it is missing; ``None`` if that fails."""
+    if not isinstance(value, dict):
+        return _KINDS.get(type(value))
+    kind = value.get("type")
+    if kind is not None:
+        return kind if isinstance(kind, str) else repr(kind)
+    return next((kind for key, kind in _KEY_OF_KIND.items() if key in value), None)
+
+
+ModelInputChunk = Annotated[
+    Annotated[EncodedTextChunk, Tag("encoded_text")]
+    | Annotated[ImageAssetPointerChunk, Tag("image_asset_pointer")]
+    | Annotated[ImageChunk, Tag("image")]
+    | Annotated[DmelChunk, Tag("dmel")],
+    Discriminator(
+        kind_of_chunk,
+        custom_error_type="unknown_chunk",
+        custom_error_message="a chunk is an object of type encoded_text, image, image_asset_pointer or dmel",
+    ),
+]
+
+
+class ModelInput(Request):
+    """What a model reads."""
+
+    chunks: list[ModelInputChunk]
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> Self:
+        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+
+    def to_ints(self) -> list[int]:
+        """All tokens; a ``ValueError`` if anything but text is among the chunks."""
+        return [token for tokens in self._token_sequences() for token in tokens]
+
+    def to_array(self) -> NDArray[np.int64]:
+        """As ``to_ints``, for those who want an array."""
+        arrays = [
+            tokens.array if isinstance(tokens, Tokens) else np.asarray(tokens, np.int64)
+            for tokens in self._token_sequences()
+        ]
+        return np.concatenate(arrays, dtype=np.int64) if arrays else np.empty(0, np.int64)
+
+    def _token_sequences(self) -> Iterable[Sequence[int]]:
+        for chunk in self.chunks:
+            if not isinstance(chunk, EncodedTextChunk):
+                raise ValueError(f"the input has a chunk of type {chunk.type!r}; only text has tokens")
+            yield chunk.tokens
+
+    @property
+    def length(self) -> int:
+        """Positions taken in the context; an image counts only with ``expected_tokens``."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls(chunks=[])
+
+    def append(self, chunk: ModelInputChunk) -> Self:
+        """A longer input; this one stays as it is."""
+        return type(self)(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> Self:
+        return self.append(EncodedTextChunk(tokens=[token]))
+
+
+def _expected_tokens(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
+    if chunk.expected_tokens is None:
+        raise ValueError(f"the length of a chunk of type {chunk.type!r} is known only if expected_tokens is set")
+    return chunk.expected_tokens
+
+
+# ── the container of dmel tensors ─────────────────────────────────────────────────────────────────────
+
+_CONSTANT = 254
+_NUM_DTYPES = 8
+_MAX_DIMENSIONS = 32
+
+
+def container_shape(data: bytes) -> tuple[int, ...]:
+    """The shape in a container's header: a marker if the tensor is constant, its dtype, then sizes as varints."""
+    offset = 1 if data[:1] == bytes([_CONSTANT]) else 0
+    if offset >= len(data):
+        raise ValueError("the dmel container ends before its dtype")
+    if data[offset] >= _NUM_DTYPES:
+        raise ValueError(f"the dmel container has dtype {data[offset]}; 0 to {_NUM_DTYPES - 1} are known")
+    dimensions, offset = _read_varint(data, offset + 1)
+    if dimensions > _MAX_DIMENSIONS:
+        raise ValueError(f"the dmel container has {dimensions} dimensions; at most {_MAX_DIMENSIONS} are accepted")
+    shape = []
+    for _ in range(dimensions):
+        size, offset = _read_varint(data, offset)
+        shape.append(size)
+    return tuple(shape)
+
+
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 64, 7):
+        if offset >= len(data):
+            raise ValueError("the dmel container ends within its header")
+        value |= (data[offset] & 0x7F) << shift
+        offset += 1
+        if data[offset - 1] < 0x80:
+            return value, offset
+    raise ValueError("the dmel container has a size of more than 64 bits")

@@ -1,0 +1,119 @@
+"""Runs and their training operations: what creates a run, forward and forward-backward, and their results."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lorimer.types.base import Counter, Integer, Request, Response
+from lorimer.types.datum import Datum, LossFnOutput
+from lorimer.types.optim import AdamOptimizerConfig, OptimizerConfig
+
+ModelID = str
+LossFnType = Literal[
+    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"
+]
+
+
+class LoraConfig(Request):
+    rank: Integer
+    seed: Integer | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelRequest(Request):
+    session_id: str
+    model_seq_id: Counter
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(Response):
+    model_id: ModelID
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(Request):
+    model_id: ModelID
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(Response):
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Response):
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: ModelID
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+
+class UnloadModelRequest(Request):
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Response):
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None
+
+
+# ── forward and forward-backward ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class ForwardBackwardInput:
+    data: list[Datum]
+    loss_fn: LossFnType
+    loss_fn_config: Mapping[str, float | str] | None = None
+
+
+@dataclass(frozen=True)
+class ForwardBackwardRequest:
+    forward_backward_input: ForwardBackwardInput
+    model_id: ModelID
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    forward_input: ForwardBackwardInput
+    model_id: ModelID
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """A forward or forward-backward as it is carried out, whichever way it came."""
+
+    model_id: ModelID
+    seq_id: int
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """``loss_fn_outputs`` holds tensors by name for each datum, ``logprobs`` among them."""
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Names end in ``:`` and how values of parts of a batch are reduced to one."""
+
+    @property
+    def loss(self) -> float:
+        """The loss summed over all tokens and datums: the metric ``loss:sum``."""
+        return self.metrics["loss:sum"]

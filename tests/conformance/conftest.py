@@ -1,0 +1,123 @@
+"""The servers, users and clients of the conformance tests. What the SDK writes at home goes to a temporary home."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tests.conformance.samples import MODEL, RANK, TWIN
+from tests.conformance.servers import RunningServer, create_key, running_server
+
+# The SDK leaves its first connection of each client to the garbage collector.
+LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+HERE = Path(__file__).parent
+SERVERS = ExitStack()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            for filter_ in LEFT_OPEN:
+                item.add_marker(pytest.mark.filterwarnings(filter_))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The servers end with the last test of this folder, not with the last of all."""
+    if nextitem is None or not nextitem.path.is_relative_to(HERE):
+        SERVERS.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_for_others() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class User:
+    """A user of the server with keys."""
+
+    url: str
+    key: str
+
+    def service(self, **arguments: object) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key, **arguments)
+
+    def rest(self) -> tinker.RestClient:
+        return tinker.RestClient(base_url=self.url, api_key=self.key)
+
+    def admin(self) -> tinker.AdminClient:
+        return tinker.AdminClient(base_url=self.url, api_key=self.key)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clean_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither credentials nor addresses of whoever runs the tests reach the SDK."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS", "TELEMETRY", "LOG"):
+            patch.delenv(f"TINKER_{name}", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keyed") / "data"
+
+
+@pytest.fixture(scope="session")
+def keys(data_directory: Path) -> dict[str, str]:
+    """The first keys are made before the server runs, with its data directory alone."""
+    return {user: create_key(data_directory, user) for user in ("alice", "bob")}
+
+
+@pytest.fixture(scope="session")
+def server(data_directory: Path, keys: dict[str, str]) -> RunningServer:
+    """Two names for one small model. Polls end early, so that clients ask several times."""
+    models = [f"{name}=lorimer/debug" for name in (MODEL, TWIN)]
+    return SERVERS.enter_context(running_server(data_directory, models, poll_seconds=0.5, start_engines="lazy"))
+
+
+@pytest.fixture(scope="session")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
+    """A server without keys, as one starts it at home."""
+    return SERVERS.enter_context(running_server(tmp_path_factory.mktemp("open") / "data", ["lorimer/debug"]))
+
+
+@pytest.fixture(scope="session")
+def alice(server: RunningServer, keys: dict[str, str]) -> User:
+    return User(server.url, keys["alice"])
+
+
+@pytest.fixture(scope="session")
+def bob(server: RunningServer, keys: dict[str, str]) -> User:
+    return User(server.url, keys["bob"])
+
+
+@pytest.fixture(scope="module")
+def service(alice: User) -> Iterator[tinker.ServiceClient]:
+    with alice.service(user_metadata={"suite": "conformance"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def rest(alice: User) -> tinker.RestClient:
+    return alice.rest()
+
+
+@pytest.fixture(scope="session")
+def admin(alice: User) -> tinker.AdminClient:
+    return alice.admin()
+
+
+@pytest.fixture
+def trainer(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    """A run with a fresh adapter, the same each time."""
+    return service.create_lora_training_client(MODEL, rank=RANK, seed=7)

@@ -1,0 +1,70 @@
+"""A real server for the tests: ``lorimer serve`` in a process of its own, on a free port of this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LORIMER = [sys.executable, "-m", "lorimer.cli.main"]
+ADDRESS = re.compile(r" at (http://\S+) ")
+END_SECONDS = 60
+READY_LINE = "lorimer key create"
+"""Begins the last line of what a server prints when it is ready."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    url: str
+    data: Path
+
+
+def environment(**values: str) -> dict[str, str]:
+    """The environment of this process without what would steer a server or an SDK, with ``values``."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("LORIMER_", "TINKER_"))}
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return ours | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | values
+
+
+def create_key(data: Path, user: str) -> str:
+    """The secret of a new key."""
+    command = [*LORIMER, "key", "create", user, "--data", str(data)]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@contextmanager
+def running_server(data: Path, models: Sequence[str], **settings: object) -> Iterator[RunningServer]:
+    """Serve ``models`` until the block ends; ready when the first line of the block runs."""
+    command = [*LORIMER, "serve", "--port", "0", "--data", str(data), "--dtype", "float32", "--set", "num_threads=1"]
+    for model in models:
+        command += ["--model", model]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    log = data.parent / f"{data.name}.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield RunningServer(wait_for_address(process, log), data)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=END_SECONDS)
+    assert process.returncode == 0, log.read_text("utf-8")[-3000:]
+
+
+def wait_for_address(process: "subprocess.Popen[str]", log: Path) -> str:
+    """The address of a server that has just become ready."""
+    assert process.stdout is not None
+    address = ""
+    for line in process.stdout:
+        if found := ADDRESS.search(line):
+            address = found[1]
+        if line.startswith(READY_LINE):
+            return address
+    raise AssertionError(f"the server ended before it was ready: {log.read_text('utf-8')}")

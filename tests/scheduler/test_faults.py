@@ -1,0 +1,146 @@
+"""Engines killed, stopped and poisoned, disks full: runs end as if nothing had happened, on one server."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from lorimer.errors import StorageError
+from lorimer.store import runs
+from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
+from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
+from tests.scheduler.service import Service, service
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def s(tmp_path_factory) -> AsyncIterator[Service]:
+    path = tmp_path_factory.mktemp("faults") / "data"
+    async with service(path, snapshot_seconds=0.05, max_engine_deaths=3, stall_seconds=600) as opened:
+        yield opened
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+async def test_an_engine_that_is_killed_changes_nothing(s):
+    """While it trains, steps, saves and samples, and while it writes a snapshot."""
+    user, session = await s.session()
+    expected = await undisturbed(s, user, session, 0)
+    run = await s.create(user, session, 1)
+    accepted = {seq_id: await submit(s, user, run, seq_id) for seq_id in range(1, 8)}
+    await s.done(accepted[1])
+    s.kill_engine()  # some are done, some with the engine, some waiting
+    fetched = await s.done(accepted[4])
+    accepted |= {seq_id: await submit(s, user, run, seq_id) for seq_id in range(8, 3 * STEPS + 1)}
+    ephemeral = await s.scheduler.save_ephemeral(user, run, 3 * STEPS + 1, 9)
+    named = await s.scheduler.save_weights(user, run, 3 * STEPS + 2, kind="training", name="end")
+    state = s.training.runs[run.model_id]
+    await until(lambda: state.saving is not None or not state.operations)
+    s.kill_engine()
+    await s.done(ephemeral)
+    await s.done(named)
+    assert await s.done(accepted[4]) == fetched
+    steps = [json.loads(await s.done(accepted[n]))["metrics"]["step"] for n in range(3, 3 * STEPS + 1, 3)]
+    assert steps == [float(n) for n in range(1, STEPS + 1)]
+    assert_equal_weights(await s.saved(run, "end"), expected)
+    sampler = await s.sampler(session, 9)
+    before = await s.sample(user, sampler, 0, seed=5, max_tokens=50)
+    response = decode_sample_response(await s.done(before), before.sample_sequence_ids)
+    running = await s.sample(user, sampler, 1, seed=5, max_tokens=50)
+    s.kill_engine()
+    again = decode_sample_response(await s.done(running), running.sample_sequence_ids)
+    assert list(again.sequences[0].tokens) == list(response.sequences[0].tokens)
+    await asyncio.sleep(0.5)  # the last one may just be being replaced
+    found, _ = await s.store.read(runs.list_runs, user_id=user.user_id, limit=100, offset=0)
+    assert {path.name for path in s.directory.snapshots.iterdir()} <= {run.snapshot_name for run in found}
+
+
+async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypatch):
+    user, session = await s.session()
+    good, bad = await s.create(user, session, 0), await s.create(user, session, 1)
+    train, deaths = s.slot.train, s.slot.num_deaths
+
+    def deadly(batch):
+        answers = train(batch)
+        if any(len(op.data[0].tokens) == 13 for op in batch.operations):
+            s.kill_engine()
+        return answers
+
+    monkeypatch.setattr(s.slot, "train", deadly)
+    poison = await s.train(user, bad, 1, tokens=13)
+    beside = [await s.train(user, good, seq_id) for seq_id in range(1, 4)]
+    behind = await s.step(user, bad, 2)
+    base = await s.base_sampler(user, session)
+    samples = [await s.sample(user, base, number, max_tokens=100) for number in range(4)]
+    outcome = await s.outcome(poison)
+    assert outcome.state == "failed" and outcome.category == "server"
+    assert "ended 3 times" in outcome.error
+    for accepted in [*beside, behind, *samples]:
+        await s.done(accepted)
+    assert s.slot.num_deaths - deaths <= 4  # once it may have been sent behind another turn, which was blamed
+
+
+async def test_an_engine_that_hangs_is_replaced(s):
+    user, session = await s.session()
+    run = await s.create(user, session)
+    deaths = s.slot.num_deaths
+    s.slot._stall_seconds = 1.0
+    os.kill(s.slot.pid, signal.SIGSTOP)
+    accepted = await s.train(user, run, 1)
+    await until(lambda: s.slot.num_deaths > deaths)
+    s.slot._stall_seconds = 600.0  # a start on a busy machine is no hang
+    s.slot._set_watch(600.0)
+    await s.done(accepted)
+    assert s.slot.num_deaths == deaths + 1
+
+
+async def test_a_full_disk_only_delays(s, monkeypatch):
+    user, session = await s.session()
+    run = await s.create(user, session)
+    write, is_full = s.store.write, False
+
+    async def failing(function, *args, **kwargs):
+        if is_full:
+            raise StorageError("the disk is full")
+        return await write(function, *args, **kwargs)
+
+    monkeypatch.setattr(s.store, "write", failing)
+    first = await s.train(user, run, 1)
+    is_full = True
+    with pytest.raises(StorageError, match="disk is full"):
+        await s.step(user, run, 2)
+    assert (await s.outcome(first, 0.5)).state == "pending"
+    is_full = False
+    await s.done(first)
+    step = json.loads(await s.done(await s.step(user, run, 2)))
+    assert step["metrics"]["step"] == 1
+
+
+async def test_a_load_that_cannot_be_secured_did_not_happen(s, tmp_path):
+    """The engine loads the weights, then finds no room for the snapshot: the run is as it was."""
+    user, session = await s.session()
+    run = await s.create(user, session)
+    await s.done(await s.train(user, run, 1))
+    await s.done(await s.step(user, run, 2))
+    await s.save(user, run, 3, "first")
+    fresh = await s.create(user, session, 1, seed=8)
+    before = decode_forward_backward_output(await s.done(await s.train(user, fresh, 1, forward=True)))
+    s.directory.snapshots.chmod(0o500)
+    s.directory.snapshots.rename(tmp_path / "away")
+    s.directory.snapshots.write_bytes(b"no directory can be made in a file")
+    weights = await s.weights(run, "first")
+    load = await s.scheduler.load_weights(user, fresh, 2, path="p", weights=weights, optimizer=False)
+    assert (await s.outcome(load)).state == "failed"
+    s.directory.snapshots.unlink()
+    (tmp_path / "away").rename(s.directory.snapshots)
+    s.directory.snapshots.chmod(0o700)
+    after = decode_forward_backward_output(await s.done(await s.train(user, fresh, 3, forward=True)))
+    assert after.metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], abs=1e-6)

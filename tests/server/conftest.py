@@ -1,0 +1,77 @@
+"""A real server in this process, for tests that need no model: its engine is never started."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lorimer.server.app import create_app
+from lorimer.server.bodies import decode, read_body
+from lorimer.server.context import Context
+from lorimer.server.settings import Settings
+from lorimer.store import users
+from lorimer.types import TelemetrySendRequest
+
+
+@dataclass
+class Running:
+    """An application within its lifespan, and a client of it that shows no key."""
+
+    app: Starlette
+    context: Context
+    http: httpx2.AsyncClient
+
+    async def new_key(self, user: str = "alice") -> tuple[users.ApiKey, str]:
+        return await self.context.credentials.create(user, "test")
+
+
+async def size_of_body(request: Request) -> Response:
+    return JSONResponse(len(await read_body(request)))
+
+
+async def decoded_body(request: Request) -> Response:
+    body = await decode(request, TelemetrySendRequest)
+    return JSONResponse(body.sdk_version)
+
+
+async def zeros(request: Request) -> Response:
+    return JSONResponse([0] * int(request.query_params["count"]))
+
+
+async def fail(request: Request) -> Response:
+    raise RuntimeError("the secret number is 4711")
+
+
+TEST_ROUTES = [
+    Route("/size", size_of_body, methods=["POST"]),
+    Route("/decoded", decoded_body, methods=["POST"]),
+    Route("/zeros", zeros, methods=["GET"]),
+    Route("/fail", fail, methods=["GET"]),
+]
+"""Beside the routes of the application, so that its layers can be seen to work."""
+
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Begins a server with the given settings."""
+
+    @asynccontextmanager
+    async def begin(**values: Any) -> AsyncIterator[Running]:
+        app = create_app(Settings(**{"data": tmp_path / "data", "start_engines": "lazy", **values}))
+        app.router.routes.extend(TEST_ROUTES)
+        async with app.router.lifespan_context(app):
+            transport = httpx2.ASGITransport(app=app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+                yield Running(app, app.state.context, http)
+
+    return begin

@@ -1,0 +1,92 @@
+"""A server is opened whole or not at all, looks after itself while it runs, and leaves nothing behind."""
+
+import asyncio
+import threading
+
+import pytest
+
+from lorimer.server.app import InUse, running
+from lorimer.server.settings import Settings
+from lorimer.server.upkeep import Periodic
+from lorimer.store import sessions
+
+
+def settings(tmp_path, **values):
+    return Settings(data=tmp_path / "data", start_engines="lazy", **values)
+
+
+async def test_second_server_on_the_data_directory_is_refused(tmp_path):
+    async with running(settings(tmp_path)):
+        with pytest.raises(InUse, match="in use by process"):
+            async with running(settings(tmp_path)):
+                pass
+    async with running(settings(tmp_path)):
+        pass
+
+
+async def test_nothing_is_left_after_the_end(tmp_path):
+    before = {thread.name for thread in threading.enumerate()}
+    async with running(settings(tmp_path)):
+        assert (tmp_path / "data" / "control").is_socket()
+    assert not (tmp_path / "data" / "control").exists()
+    assert {
+        name for name in {thread.name for thread in threading.enumerate()} - before if "asyncio" not in name
+    } == set()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_failed_start_releases_the_directory(tmp_path):
+    (tmp_path / "data").mkdir(mode=0o700)
+    (tmp_path / "data" / "control").mkdir()
+    with pytest.raises(OSError, match="control"):
+        async with running(settings(tmp_path)):
+            pass
+    (tmp_path / "data" / "control").rmdir()
+    async with running(settings(tmp_path)):
+        pass
+
+
+async def test_heartbeats_are_written_together(tmp_path):
+    async with running(settings(tmp_path, heartbeat_flush_seconds=0.05)) as context:
+        made = await new_session(context)
+        context.heartbeat(made.session_id)
+        context.heartbeat("unknown")
+        async with asyncio.timeout(5):
+            while (await context.store.read(sessions.get_session, made.session_id)).last_seen_at == made.last_seen_at:
+                await asyncio.sleep(0.01)
+
+
+async def test_heartbeats_are_written_at_the_end(tmp_path):
+    async with running(settings(tmp_path)) as context:
+        made = await new_session(context)
+        context.heartbeat(made.session_id)
+    async with running(settings(tmp_path)) as context:
+        found = await context.store.read(sessions.get_session, made.session_id)
+        assert found.last_seen_at > made.last_seen_at
+
+
+async def new_session(context):
+    user = (await context.credentials.identify("")).user
+    values = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0", "project_id": None, "display_name": None}
+    return await context.store.write(sessions.create_session, user_id=user.user_id, **values)
+
+
+async def test_periodic_job_goes_on_after_an_error_and_stops(caplog):
+    runs = []
+    enough = asyncio.Event()
+
+    async def job():
+        runs.append(1)
+        if len(runs) >= 3:
+            enough.set()
+        raise ValueError("no")
+
+    periodic = Periodic(0.01, job, "sweep")
+    periodic.start()
+    async with asyncio.timeout(5):
+        await enough.wait()
+    await periodic.stop()
+    count = len(runs)
+    await asyncio.sleep(0.05)
+    assert len(runs) == count
+    assert "sweep failed" in caplog.text

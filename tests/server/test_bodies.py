@@ -1,0 +1,154 @@
+"""Bodies within and beyond every limit."""
+
+import asyncio
+import gzip
+import json
+import zlib
+
+import pytest
+import zstandard
+
+from lorimer.server.bodies import field_path, parse_json
+from lorimer.server.errors import Refusal
+
+EVENT = {
+    "events": [],
+    "platform": "linux",
+    "sdk_version": "0.36.0",
+    "session_id": "s",
+}
+
+
+async def test_body_in_every_encoding(start):
+    body = bytes(range(256)) * 4096
+    encoded = {
+        "zstd": zstandard.ZstdCompressor().compress(body),
+        "gzip": gzip.compress(body),
+        "deflate": zlib.compress(body),
+        "identity": body,
+        "": body,
+    }
+    async with start() as running:
+        for name, content in encoded.items():
+            answer = await running.http.post("/size", content=content, headers={"content-encoding": name})
+            assert answer.json() == len(body), name
+
+
+async def test_torn_and_unknown_encodings(start):
+    async with start() as running:
+        for name in ("zstd", "gzip", "deflate"):
+            answer = await running.http.post(
+                "/size", content=b"\x28\xb5\x2f\xfd no", headers={"content-encoding": name}
+            )
+            assert answer.status_code == 400, name
+            assert answer.json()["detail"]
+        for name in ("br", "zstd, gzip", "nonsense"):
+            answer = await running.http.post("/size", content=b"abc", headers={"content-encoding": name})
+            assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_encoding")
+
+
+async def test_body_beyond_the_limit(start):
+    async with start(max_body_bytes=2048) as running:
+        assert (await running.http.post("/size", content=b"a" * 2048)).json() == 2048
+        answer = await running.http.post("/size", content=b"a" * 2049)
+        assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
+        assert "2049" in answer.json()["detail"]
+        assert "2048" in answer.json()["detail"]
+
+
+async def test_body_of_unknown_length_is_stopped_at_the_limit(start):
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 1024
+            yield b"a" * 1024
+
+    async with start(max_body_bytes=4096) as running:
+        answer = await running.http.post("/size", content=endless())
+        assert answer.status_code == 413
+        assert sent < 10_000
+
+
+async def test_announced_size_is_refused_unread(start):
+    async with start(max_body_bytes=4096) as running:
+        answer = await running.http.post("/size", content=b"", headers={"content-length": "9" * 30})
+        assert answer.status_code == 413
+
+
+async def test_bombs_are_stopped(start):
+    zeros = bytes(64 << 20)
+    async with start(max_decompressed_bytes=1 << 20) as running:
+        for name, bomb in (("zstd", zstandard.ZstdCompressor().compress(zeros)), ("gzip", gzip.compress(zeros, 1))):
+            answer = await running.http.post("/size", content=bomb, headers={"content-encoding": name})
+            assert (answer.status_code, answer.json()["code"]) == (413, "decompressed_too_large"), name
+
+
+async def test_body_that_does_not_arrive(start):
+    async def stalled():
+        yield b"a"
+        await asyncio.sleep(5)
+        yield b"a"
+
+    async with start(body_seconds=0.1) as running:
+        answer = await running.http.post("/size", content=stalled())
+        assert (answer.status_code, answer.json()["code"]) == (408, "body_timeout")
+
+
+INVALID = {
+    "text": b"hello",
+    "brackets": b"[" * 200_000,
+    "nested": b'{"a":' * 70 + b"1" + b"}" * 70,
+    "nested lists": b'{"a":' + b"[" * 65 + b"]" * 65 + b"}",
+    "twice": b'{"a": 1, "a": 2}',
+    "twice escaped": b'{"a": 1, "\\u0061": 2}',
+    "twice below": b'{"a": {"b": 1, "b" : 2}, "c": "\\":"}',
+    "digits": b'{"a": ' + b"9" * 200_000 + b"}",
+    "nan": b'{"a": NaN}',
+    "infinity": b'{"a": 1e999}',
+    "utf-8": b'{"a": "\xff"}',
+    "surrogate": b'{"a": "\\ud800"}',
+    "trailing": b"{} {}",
+    "null byte": b'{"a": "\x00"}',
+}
+
+
+async def test_invalid_json(start):
+    async with start() as running:
+        for name, body in INVALID.items():
+            answer = await running.http.post("/decoded", content=body)
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_json"), name
+            assert answer.json()["detail"]
+
+
+def test_many_keys_are_parsed_and_one_twice_among_them_is_found():
+    items = {f"k{number}": number for number in range(100_000)}
+    text = json.dumps(items)
+    assert parse_json(text.encode(), 64) == items
+    with pytest.raises(Refusal, match="'k7' comes twice"):
+        parse_json((text[:-1] + ', "k7": 0}').encode(), 64)
+
+
+def test_text_that_looks_like_keys_is_no_reason_to_refuse():
+    value = {"prompt": '{"a": 1, "a": 2}', "x": '":":":'}
+    assert parse_json(json.dumps(value).encode(), 64) == value
+
+
+async def test_fields_that_do_not_fit_are_named(start):
+    async with start() as running:
+        assert (await running.http.post("/decoded", json=EVENT)).json() == "0.36.0"
+        answer = await running.http.post("/decoded", json=EVENT | {"sdk_version": 3})
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_field")
+        assert answer.json()["detail"].startswith("sdk_version: ")
+        assert "got 3" in answer.json()["detail"]
+        answer = await running.http.post("/decoded", json=EVENT | {"events": [{"event": "x"}] * 9})
+        assert "events[0]" in answer.json()["detail"]
+        assert len(answer.json()["detail"]) < 2000
+        for body in (b"", b"[]", b"null", b"3"):
+            assert (await running.http.post("/decoded", content=body)).status_code == 422
+
+
+def test_field_path():
+    assert field_path(("data", 3, "loss_fn_inputs", "weights", 17)) == "data[3].loss_fn_inputs.weights[17]"
+    assert field_path(()) == "body"

@@ -1,0 +1,154 @@
+"""Where settings come from, what is refused, and that their documents are true."""
+
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lorimer.errors import InvalidInput
+from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.server.settings import MEANINGS, TYPES, Settings
+from lorimer.server.settings_page import settings_page
+from lorimer.server.sources import as_toml, load_settings, plain
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_flags_come_before_the_environment_before_the_file_before_the_default(tmp_path):
+    file = tmp_path / "lorimer.toml"
+    file.write_text('port = 1\nhost = "localhost"\npoll_seconds = 5\nmodels = ["a", "b=c"]\n')
+    environment = {"LORIMER_PORT": "2", "LORIMER_HOST": "::1", "LORIMER_CONFIG": str(file), "PATH": "/bin"}
+    found = load_settings({"port": 3}, environment)
+    assert (found.settings.port, found.settings.host, found.settings.poll_seconds) == (3, "::1", 5.0)
+    assert found.settings.models == ("a", "b=c")
+    assert found.settings.dtype == "auto"
+    assert [found.origins[name] for name in ("port", "host", "poll_seconds", "dtype")] == [
+        "flag",
+        "environment LORIMER_HOST",
+        str(file),
+        "default",
+    ]
+    assert load_settings({}, {}, file).settings.port == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ({"prt": 1}, {}, "there is no setting 'prt'; the nearest is 'port'"),
+        ({}, {"LORIMER_POLL_SECOND": "1"}, "'LORIMER_POLL_SECOND'; the nearest is 'LORIMER_POLL_SECONDS'"),
+        ({}, {"LORIMER_PORT": "many"}, "port is 'many'"),
+        ({"port": 70000}, {}, "port is 70000"),
+        ({"port": -1}, {}, "port is -1"),
+        ({"dtype": "int4"}, {}, "dtype is 'int4'"),
+        ({"poll_seconds": "nan"}, {}, "poll_seconds is nan"),
+        ({"poll_seconds": "inf"}, {}, "poll_seconds is inf"),
+        ({"models": ()}, {}, "models is empty"),
+        ({"models": ("a", "x=a", "a=b")}, {}, "'a' twice"),
+        ({"models": ("-rf /=a",)}, {}, "letters, digits"),
+        ({"models": ("--trust-remote-code",)}, {}, "letters, digits"),
+        ({"models": ("a=",)}, {}, "model is empty"),
+        ({"database": "mysql://u:secret@h/d"}, {}, "mysql://u:\\*\\*\\*@h/d"),
+        ({"host": ""}, {}, "host is empty"),
+        ({"log_format": "xml"}, {}, "log_format is 'xml'"),
+    ],
+)
+def test_what_is_refused_is_named(flags, environment, message):
+    with pytest.raises(InvalidInput, match=message):
+        load_settings(flags, environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = ", "is not TOML"),
+        ("colour = 1", "no setting 'colour'"),
+        ('port = "x"', "port is 'x'"),
+        ("models = 3", "models is 3"),
+    ],
+)
+def test_bad_file_is_named(tmp_path, text, message):
+    file = tmp_path / "lorimer.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInput, match=message) as caught:
+        load_settings({}, {}, file)
+    assert str(file) in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(InvalidInput, match=r"none.toml.*cannot be read"):
+        load_settings({}, {}, tmp_path / "none.toml")
+
+
+def test_what_is_printed_can_be_read_again(tmp_path):
+    first = load_settings(
+        {"models": ("a", 'b="c'), "database": "postgresql+psycopg://u:secret@h/d"}, {"LORIMER_PORT": "9"}
+    )
+    text = as_toml(first)
+    assert "secret" not in text
+    assert re.search(r"^port = 9 +# environment LORIMER_PORT$", text, re.MULTILINE)
+    assert tomllib.loads(text) == plain(first.settings)
+    file = tmp_path / "lorimer.toml"
+    file.write_text(text)
+    again = load_settings({"database": first.settings.database}, {}, file)
+    assert again.settings == first.settings
+
+
+def test_models_by_name_path_and_alias(tmp_path):
+    path = tmp_path / "small.gguf"
+    settings = Settings(
+        models=("lorimer/tiny", str(tmp_path), str(path), "Qwen/Qwen3-8B=lorimer/tiny"), dtype="float32"
+    )
+    configs = settings.engine_configs()
+    assert list(configs) == ["lorimer/tiny", tmp_path.name, "small.gguf", "Qwen/Qwen3-8B"]
+    assert configs["Qwen/Qwen3-8B"].model == "lorimer/tiny"
+    assert configs[tmp_path.name].model == str(tmp_path)
+    assert all(config.dtype == "float32" for config in configs.values())
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.test")),
+    ],
+)
+def test_loopback(host, expected):
+    assert Settings(host=host).is_loopback == expected
+
+
+@pytest.mark.parametrize(
+    ("models", "choice", "expected"),
+    [(1, "auto", True), (2, "auto", False), (2, "eager", True), (1, "lazy", False)],
+)
+def test_engines_start_at_once_or_on_first_use(models, choice, expected):
+    assert Settings(models=("a", "b")[:models], start_engines=choice).starts_eagerly == expected
+
+
+def test_data_directory_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert Settings().data == tmp_path / "lorimer"
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert Settings().data == Path.home() / ".local" / "share" / "lorimer"
+
+
+def test_every_limit_of_the_scheduler_is_a_setting_with_its_default():
+    assert Settings().scheduler_limits() == SchedulerLimits()
+    assert {item.name for item in fields(SchedulerLimits)} <= set(TYPES)
+    assert Settings(gap_seconds=7).scheduler_limits().gap_seconds == 7
+
+
+def test_every_setting_has_a_meaning_and_somebody_reads_it():
+    assert set(MEANINGS) == set(TYPES)
+    files = [path for name in ("server", "cli") for path in (ROOT / "src/lorimer" / name).rglob("*.py")]
+    source = "\n".join(path.read_text("utf-8") for path in files)
+    of_the_scheduler = {item.name for item in fields(SchedulerLimits)}
+    unread = [name for name in TYPES if name not in of_the_scheduler and not re.search(rf"\.{name}\b", source)]
+    assert unread == []
+
+
+def test_page_is_the_settings():
+    assert (ROOT / "docs/configuration.md").read_text("utf-8") == settings_page(), (
+        "python -m lorimer.server.settings_page > docs/configuration.md"
+    )

@@ -1,0 +1,75 @@
+"""Lists and the journal's questions use their indices, so that they stay fast however many rows there are."""
+
+import pytest
+from sqlalchemy import event
+
+from lorimer.store import Store, checkpoints, futures, runs, samplers, sessions, usage, users
+from lorimer.store.tables import metadata
+from lorimer.store.values import utc_now
+from lorimer.types.sessions import SessionSearchRequest
+
+NOW = utc_now()
+PERIODS = {"now": NOW, "fetched_before": NOW, "finished_before": NOW, "rows_before": NOW}
+
+QUESTIONS = {
+    "future": lambda c: futures.get(c, "x"),
+    "unfinished": futures.unfinished,
+    "journal": lambda c: futures.journal(c, "lane", 3),
+    "history": lambda c: futures.history(c, "s", 10),
+    "drop_payloads": lambda c: futures.drop_payloads(c, "lane", 3),
+    "release": lambda c: futures.release(c, ["a", "b"]),
+    "expire": lambda c: futures.expire(c, **PERIODS),
+    "sessions": lambda c: sessions.list_sessions(c, "u", 20, 0),
+    "search": lambda c: sessions.search_sessions(c, user_ids=["u"], request=SessionSearchRequest()),
+    "members": lambda c: sessions.session_members(c, "s"),
+    "runs": lambda c: runs.list_runs(c, user_id="u", limit=20, offset=0),
+    "checkpoints of a user": lambda c: checkpoints.list_for_user(c, "u", 20, 0),
+    "checkpoints of a run": lambda c: checkpoints.list_for_run(c, "r"),
+    "last of a run": lambda c: checkpoints.last_of_run(c, "r", "training"),
+    "expired": lambda c: checkpoints.expired(c, NOW),
+    "samplers": lambda c: samplers.list_samplers(c, "s"),
+    "key": lambda c: users.find_key(c, "tml-x"),
+    "usage": lambda c: usage.usage_events(c, user_id="u", start=NOW, end=NOW),
+}
+
+
+@pytest.fixture(scope="module")
+def sqlite_store(tmp_path_factory):
+    store = Store.open(None, tmp_path_factory.mktemp("plans"))
+    yield store
+    store.close()
+
+
+def explain(c, question):
+    """The plan of each statement the question executes."""
+    asked = []
+
+    def note(connection, cursor, statement, parameters, *_):
+        asked.append((statement, parameters))
+
+    event.listen(c, "before_cursor_execute", note)
+    try:
+        question(c)
+    finally:
+        event.remove(c, "before_cursor_execute", note)
+    return [
+        [row[3] for row in c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+        for statement, parameters in asked
+    ]
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_no_table_is_read_from_end_to_end(sqlite_store, question):
+    plans = sqlite_store.write_now(explain, question)
+    assert plans
+    for plan in plans:
+        # All that is queued is the one index that is read from end to end.
+        scans = [step for step in plan if step.split()[:1] == ["SCAN"] and step.split()[1] in metadata.tables]
+        scans = [step for step in scans if "ix_futures_queued" not in step]
+        assert scans == [], plan
+
+
+@pytest.mark.parametrize("question", ["sessions", "runs", "checkpoints of a user", "journal", "history"])
+def test_lists_are_read_in_order(sqlite_store, question):
+    for plan in sqlite_store.write_now(explain, QUESTIONS[question]):
+        assert not [step for step in plan if "TEMP B-TREE" in step], plan
