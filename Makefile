@@ -9,7 +9,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 .PHONY: help demo serve test test-slow conformance-old cookbook-official check format proto bench clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 demo: $(INSTALLED) ## Train the bundled model for a minute or two; loss and samples before and after
 	$(BIN)/python -m lorimer.engine.demo

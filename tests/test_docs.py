@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.servers import environment, running_server
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = [
@@ -90,9 +92,19 @@ def test_readme_has_its_two_commands_and_an_example():
 EXAMPLES = fenced(README.read_text("utf-8"), "python")
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """What `make serve` starts, on another port and with data of its own."""
+    with running_server(tmp_path_factory.mktemp("readme") / "data", ["lorimer/tiny"]) as running:
+        yield running
+
+
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_readme_example_runs(code, tmp_path):
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+def test_readme_example_runs(code, server, tmp_path):
+    settings = environment(TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
+    )
     assert run.returncode == 0, run.stderr
 
 

@@ -73,6 +73,7 @@ def boxer(cookbook: Cookbook) -> Run:
         "boxer",
         model_name=STUDENT,
         dataset="boxed.jsonl",
+        train_on_what="last_assistant_message",
         batch_size=16,
         learning_rate=3e-3,
         lora_rank=16,

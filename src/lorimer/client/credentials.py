@@ -1,4 +1,4 @@
-"""Which key a client shows: its argument, ``LORIMER_API_KEY``, ``TINKER_API_KEY``, the output of a command, a stored key.
+"""Which key a client shows: its argument, ``LORIMER_API_KEY``, ``TINKER_API_KEY``, a command's output, a stored one.
 
 None at all is fine for a server that asks for no key. Keys are sent as they are; a token is fetched for one only to
 read from it who is calling.

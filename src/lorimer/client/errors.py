@@ -167,8 +167,6 @@ def _connection_error(kind: type[APIConnectionError], message: str, method: str,
     return error
 
 
-def _validation_error(
-    message: str, status: int, body: object, method: str, url: str
-) -> APIResponseValidationError:
+def _validation_error(message: str, status: int, body: object, method: str, url: str) -> APIResponseValidationError:
     response = httpx2.Response(status, request=httpx2.Request(method, url))
     return APIResponseValidationError(response, body, message)

@@ -17,7 +17,7 @@ from lorimer.client.extras import load, load_torch
 from lorimer.types import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode, Datum
 
 PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
-"""``fn(logprobs, *inputs) -> (loss, metrics)``, tensors all: the inputs are keys of ``loss_fn_inputs`` by their names."""
+"""``fn(logprobs, *inputs) -> (loss, metrics)``, tensors all; the inputs are named as keys of ``loss_fn_inputs``."""
 
 MODULES = ("torch", "math", "operator", "_operator")
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -203,7 +203,9 @@ def run(handle: LossHandle, data: Sequence[Datum], logprobs_list: Sequence[Any])
     for datum, logprobs in zip(data, logprobs_list, strict=True):
         loss, metrics = handle.graph(logprobs, *(datum.loss_fn_inputs[name].to_torch() for name in handle.input_names))
         if loss.ndim:
-            raise ValueError(f"the loss {handle.name!r} gives a tensor of shape {list(loss.shape)}; a scalar is accepted")
+            raise ValueError(
+                f"the loss {handle.name!r} gives a tensor of shape {list(loss.shape)}; a scalar is accepted"
+            )
         losses.append(loss)
         for key, value in metrics.items():
             sums[key] = sums.get(key, 0.0) + float(value)

@@ -125,7 +125,9 @@ class TrainingClient:
             raise ValueError("optim_params and adam_params are both given; one of them is accepted")
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, types.AdamParams | types.OptimParamsBase):
-            raise TypeError(f"optim_params is {params!r}; AdamParams or the parameters of another optimiser are accepted")
+            raise TypeError(
+                f"optim_params is {params!r}; AdamParams or the parameters of another optimiser are accepted"
+            )
         return self._operations.submit_one(
             self._json("/api/v1/optim_step", types.OptimStepRequest, optim_params=params), OPTIM_STEP
         )
@@ -135,8 +137,8 @@ class TrainingClient:
     ) -> APIFuture[types.OptimStepResponse]:
         return self.optim_step(optim_params, adam_params=adam_params)
 
-    def _json(self, path: str, model: type[BaseModel], **values: Any) -> Callable[[int], Submission]:
-        return lambda number: json_submission(path, model(model_id=self.model_id, seq_id=number, **values))
+    def _json(self, address: str, model: type[BaseModel], /, **values: Any) -> Callable[[int], Submission]:
+        return lambda number: json_submission(address, model(model_id=self.model_id, seq_id=number, **values))
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────────
 

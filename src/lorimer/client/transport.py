@@ -10,7 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import httpx2
 import msgspec
@@ -33,6 +33,20 @@ from lorimer.types.compatibility import NEWEST
 log = logging.getLogger("lorimer")
 
 M = TypeVar("M", bound=BaseModel)
+Timeout = httpx2.Timeout
+
+
+class RequestOptions(TypedDict, total=False):
+    """How one request differs from others, as programs of the official SDK write it down."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float | Timeout | None
+    params: Mapping[str, object]
+    extra_json: Mapping[str, object]
+    idempotency_key: str
+
+
 OpenTransport = Callable[[], Awaitable[httpx2.AsyncBaseTransport]]
 
 JSON = "application/json"

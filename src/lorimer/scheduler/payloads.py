@@ -29,8 +29,6 @@ class Save(Payload):
     expires_at: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    recipients: list[str] | None = None
-    """Of age encryption; external weights only."""
 
 
 class SaveEphemeral(Payload):

@@ -280,7 +280,6 @@ class Scheduler:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
-        recipients: list[str] | None = None,
     ) -> Accepted:
         payload = payloads.Save(
             checkpoint_kind=kind,
@@ -288,7 +287,6 @@ class Scheduler:
             expires_at=None if ttl_seconds is None else time.time() + ttl_seconds,
             overwrite=overwrite,
             user_metadata=user_metadata,
-            recipients=recipients,
         )
         return await self._submit(user, run, seq_id, accepting.SAVE_KINDS[kind], payload)
 

@@ -81,7 +81,8 @@ def _schemas(endpoints: list[Endpoint]) -> tuple[dict[tuple[type[BaseModel], str
             if isinstance(model, type) and (model, mode) not in wanted:
                 wanted.append((model, mode))
     found, definitions = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
-    return dict(found), definitions.get("$defs", {})
+    schemas: dict[tuple[Any, Any], Any] = dict(found)
+    return schemas, definitions.get("$defs", {})
 
 
 def _operation(endpoint: Endpoint, schemas: dict[tuple[type[BaseModel], str], Any]) -> dict[str, Any]:

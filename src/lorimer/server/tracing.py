@@ -6,7 +6,7 @@ the time it waited and the time it was computed. Slices that overlap lie in rows
 
 import heapq
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from lorimer.store.futures import FutureRow
@@ -60,7 +60,7 @@ def _slices(process: int, thread: int, row: FutureRow, ended_at: datetime, began
         yield slice_of("running", started_at, ended_at)
 
 
-def _microseconds(duration: Any) -> int:
+def _microseconds(duration: timedelta) -> int:
     return round(duration.total_seconds() * 1_000_000)
 
 

@@ -1,6 +1,8 @@
-"""Events the SDK reports about itself: the newest thousand of each session, without credentials."""
+"""Events the SDK reports about itself: the newest thousand of each session.
 
-import re
+The server removes credentials from them before.
+"""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +12,12 @@ from lorimer.store.tables import insert, telemetry
 from lorimer.store.values import utc_now
 
 KEPT_PER_SESSION = 1000
-_SECRET_NAMES = {"authorization", "x-api-key", "cookie", "set-cookie", "proxy-authorization"}
-_SECRET = re.compile(r"tml-[A-Za-z0-9_-]{8,}|[Bb]earer\s+\S+")
 
 
 def add_events(c: Connection, session_id: str, user_id: str, events: Sequence[dict[str, Any]]) -> None:
     """Keep the events; the session's oldest go when it has more than a thousand."""
     now = utc_now()
-    kept = [without_secrets(event) for event in events[-KEPT_PER_SESSION:]]
+    kept = events[-KEPT_PER_SESSION:]
     if not kept:
         return
     rows = [{"session_id": session_id, "user_id": user_id, "at": now, "event": event} for event in kept]
@@ -33,17 +33,3 @@ def events(c: Connection, session_id: str) -> list[dict[str, Any]]:
     query = select(telemetry.c.event).where(telemetry.c.session_id == session_id).order_by(telemetry.c.event_id)
     return list(c.execute(query).scalars())
 
-
-def without_secrets(value: Any) -> Any:
-    """A copy in which headers that carry credentials, and anything that looks like a key, are blanked."""
-    match value:
-        case dict():
-            return {
-                key: "[removed]" if str(key).lower() in _SECRET_NAMES else without_secrets(item)
-                for key, item in value.items()
-            }
-        case list() | tuple():
-            return [without_secrets(item) for item in value]
-        case str():
-            return _SECRET.sub("[removed]", value)
-    return value
