@@ -75,7 +75,7 @@ def boxer(cookbook: Cookbook) -> Run:
         dataset="boxed.jsonl",
         train_on_what="last_assistant_message",
         batch_size=16,
-        learning_rate=3e-3,
+        learning_rate=5e-3,
         lora_rank=16,
-        max_steps=20,
+        max_steps=40,
     )

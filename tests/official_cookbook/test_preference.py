@@ -24,4 +24,4 @@ def test_dpo_begins_at_its_reference_and_learns_to_prefer(cookbook, adder, figur
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4), "sampler and trainer give the same logprobs"
     assert losses[-1] < losses[0] - 0.01
     assert margins[-1] > 0.02
-    assert accuracies[-1] > 0.6
+    assert sum(accuracies[-3:]) / 3 > 0.6

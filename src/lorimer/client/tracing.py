@@ -208,6 +208,6 @@ def run(handle: LossHandle, data: Sequence[Datum], logprobs_list: Sequence[Any])
             )
         losses.append(loss)
         for key, value in metrics.items():
-            sums[key] = sums.get(key, 0.0) + float(value)
+            sums[key] = sums.get(key, 0.0) + float(value.detach())
     means = {key: value / len(losses) if key.endswith(":mean") else value for key, value in sums.items()}
     return sum(losses), means

@@ -1,0 +1,67 @@
+"""The figures of a row, the aims they have, and the table that says which are met."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.report import Aim
+
+
+def most(bound: float) -> Aim:
+    return Aim(bound, is_least=False)
+
+
+AIMS = {
+    "added latency": most(5),
+    "lost": most(0),
+    "sample fairness": most(3),
+    "client fairness": most(1.5),
+    "heartbeat": most(50),
+    "submit": most(50),
+    "growth": most(1.05),
+}
+"""By what a figure is about; times are in milliseconds, growth and fairness are ratios."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number and what it is made of."""
+
+    text: str
+    value: float
+    unit: str = ""
+    details: str = ""
+    aim: str = ""
+    """The entry of ``AIMS`` that applies."""
+
+    def cells(self) -> list[str]:
+        aim = AIMS.get(self.aim)
+        verdict = ["-", "-"] if aim is None else [str(aim), "yes" if aim.is_met(self.value) else "**no**"]
+        return [self.text, f"{rounded(self.value)} {self.unit}".strip(), self.details or "-", *verdict]
+
+
+HEADER = ["row", "figure", "of which", "aim", "met"]
+
+
+def table(figures: Sequence[Figure]) -> str:
+    rows = [HEADER, ["---"] * len(HEADER), *(figure.cells() for figure in figures)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def rounded(value: float) -> str:
+    return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.2f}"
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Median and 99th percentile of durations, in milliseconds."""
+    return f"p50 {1000 * median(seconds):.1f} ms, p99 {1000 * percentile(seconds, 99):.1f} ms (n={len(seconds)})"

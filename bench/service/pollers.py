@@ -1,0 +1,41 @@
+"""A process that waits for many futures at once, each with a poll of its own: ``python -m bench.service.pollers``.
+
+Arguments are host and port; standard input has the ids, one a line. It prints how many results it got. It is a process
+of its own so that its work is not taken for the server's.
+"""
+
+import asyncio
+import sys
+
+from bench.service.client import wait
+from bench.service.http import HttpPool
+from bench.service.server import allow_files
+
+
+async def hold(host: str, port: int, request_ids: list[str]) -> int:
+    pool = HttpPool(host, port)
+    results = await asyncio.gather(*(wait(pool, request_id) for request_id in request_ids))
+    pool.close()
+    return sum(bool(result) for result in results)
+
+
+async def start_pollers(host: str, port: int, request_ids: list[str]) -> asyncio.subprocess.Process:
+    """Begin to wait for all of these in a new process; its output is the number of results."""
+    command = [sys.executable, "-m", "bench.service.pollers", host, str(port)]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None
+    process.stdin.write("\n".join(request_ids).encode())
+    process.stdin.write_eof()
+    return process
+
+
+def main() -> None:
+    host, port = sys.argv[1:]
+    request_ids = sys.stdin.read().split()
+    allow_files(len(request_ids))
+    print(asyncio.run(hold(host, int(port), request_ids)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A real server in a process of its own, and what its processes and its directory weigh."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.timing import say
+
+MODEL = "lorimer/debug"
+ADDRESS = re.compile(r" at http://([\d.]+):(\d+) ")
+READY_LINE = "lorimer key create"
+"""Begins the last line of what a server prints when it is ready."""
+END_SECONDS = 120
+SPARE_FILES = 200
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes: resident memory of both processes, and the data directory."""
+
+    api: int
+    engine: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class BenchServer:
+    host: str
+    port: int
+    pid: int
+    data: Path
+
+    def weigh(self) -> Weight:
+        api = psutil.Process(self.pid)
+        engines = [child for child in api.children() if "lorimer.engine.worker" in child.cmdline()]
+        return Weight(api.memory_info().rss, sum(child.memory_info().rss for child in engines), disk_bytes(self.data))
+
+
+def disk_bytes(directory: Path) -> int:
+    """What files occupy; one that goes away meanwhile counts nothing."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(Path(folder) / name).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+@contextmanager
+def running_server(data: Path, num_threads: int, **settings: object) -> Iterator[BenchServer]:
+    """Serve until the block ends; ready when its first line runs. Its log stays beside ``data``."""
+    command = [sys.executable, "-m", "lorimer.cli.main", "serve", "--port", "0", "--data", str(data), "--model", MODEL]
+    command += ["--dtype", "float32"]
+    for name, value in (settings | {"num_threads": num_threads}).items():
+        command += ["--set", f"{name}={value}"]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("LORIMER_", "TINKER_"))}
+    log = data.parent / f"{data.name}.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(command, env=ours, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            host, port = _address(process, log)
+            yield BenchServer(host, port, process.pid, data)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"the server ended with code {process.returncode}: {_tail(log)}")
+
+
+def _address(process: "subprocess.Popen[str]", log: Path) -> tuple[str, int]:
+    assert process.stdout is not None
+    found = None
+    for line in process.stdout:
+        found = ADDRESS.search(line) or found
+        if line.startswith(READY_LINE) and found:
+            return found[1], int(found[2])
+    raise RuntimeError(f"the server ended before it was ready: {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text("utf-8", errors="replace")[-3000:]
+
+
+def allow_files(num_files: int) -> int:
+    """Let this process open so many files where the system allows it; how many connections it may now have."""
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        return num_files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        say(f"only {soft} files may be open here, so there are fewer connections than planned")
+        return max(1, soft - SPARE_FILES)
+    return num_files
