@@ -6,7 +6,7 @@ PROTO := lorimer/types/tinker.proto
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow conformance-old cookbook-official check format proto bench clean
+.PHONY: help demo serve test test-slow conformance-old cookbook-official faults check format proto bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -30,6 +30,9 @@ cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodif
 	$(BIN)/python -m tests.official_cookbook.environment
 	$(BIN)/python -m pytest tests/official_cookbook
 
+faults: $(INSTALLED) ## Kill the server thirty times at random, and at every chosen moment, while tenants train
+	$(BIN)/python -m pytest tests/faults --log-cli-level=INFO
+
 check: $(INSTALLED) ## Check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,8 +53,9 @@ proto: ## Generate the protobuf messages from their description
 			"# ruff: noqa" "# fmt: off" "# mypy: ignore-errors" | cat - $$file > $$file.new && mv $$file.new $$file || exit 1; \
 	done
 
-bench: $(INSTALLED) ## Measure the engine against transformers and PEFT
+bench: $(INSTALLED) ## Measure the engine against transformers and PEFT, and a server under load
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench --service
 
 clean: ## Remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

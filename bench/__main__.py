@@ -17,6 +17,8 @@ from bench.models import SHAPES
 from bench.profiling import profile_ours
 from bench.report import describe_machine, table
 from bench.rows import ROWS
+from bench.service.rows import ROWS as SERVICE_ROWS
+from bench.service.run import measure_service
 from bench.timing import say
 from lorimer.engine.config import Dtype
 
@@ -25,19 +27,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--model", choices=["small", "smol", "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="a minuscule model: shows that everything runs, no more")
-    parser.add_argument("--rows", type=_row_names, default=list(ROWS), help=f"some of {','.join(ROWS)}")
+    parser.add_argument("--service", action="store_true", help="load a server on this machine instead of the engine")
+    rows_help = f"some of {','.join(ROWS)}; with --service of {','.join(SERVICE_ROWS)}"
+    parser.add_argument("--rows", help=rows_help)
     parser.add_argument("--threads", type=int, default=0, help="0 takes all cores this process may use")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each row, where its time allows")
     parser.add_argument("--output", type=Path, help="a file that gets the table too")
     parser.add_argument("--profile", action="store_true", help="profile our SFT step and decoding instead of measuring")
-    return parser.parse_args(arguments)
-
-
-def _row_names(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in ROWS]:
-        raise argparse.ArgumentTypeError(f"there is no row {unknown[0]!r}; there are {', '.join(ROWS)}")
-    return [name for name in ROWS if name in names]
+    options = parser.parse_args(arguments)
+    rows = list(SERVICE_ROWS if options.service else ROWS)
+    names = rows if options.rows is None else options.rows.split(",")
+    if unknown := [name for name in names if name not in rows]:
+        parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(rows)}")
+    options.rows = [name for name in rows if name in names]
+    return options
 
 
 def choose_dtypes() -> tuple[list[Dtype], str]:
@@ -65,9 +68,31 @@ def measure(contest: Contest, rows: list[str]) -> tuple[str, bool]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure what the arguments ask for; 1 when something failed, 0 else, whether or not aims are met."""
     options = parse(arguments)
+    num_threads = options.threads or _num_cores()
+    start = time.perf_counter()
+    parts, has_succeeded = (load_service if options.service else race_engine)(options, num_threads)
+    parts.append(f"Measured in {(time.perf_counter() - start) / 60:.0f} minutes.")
+    print("\n\n".join(parts))
+    if options.output:
+        options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
+    return 0 if has_succeeded else 1
+
+
+def load_service(options: argparse.Namespace, num_threads: int) -> tuple[list[str], bool]:
+    """Paragraphs of the report, and whether every row succeeded."""
+    parts = [describe_machine(num_threads)]
+    if options.quick:
+        parts.append("Small loads on one server: the figures mean nothing.")
+    for part in parts:
+        say(part)
+    text, has_succeeded = measure_service(options.rows, num_threads, options.quick)
+    return [*parts, text], has_succeeded
+
+
+def race_engine(options: argparse.Namespace, num_threads: int) -> tuple[list[str], bool]:
+    """As ``load_service``, for the engine against its peers."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    num_threads = options.threads or _num_cores()
     torch.set_num_threads(num_threads)
     dtypes, sentence = choose_dtypes()
     parts = [describe_machine(num_threads), sentence]
@@ -77,18 +102,14 @@ def main(arguments: list[str] | None = None) -> int:
         parts.append("A minuscule model: the figures mean nothing.")
     for part in parts:
         say(part)
-    start, has_succeeded = time.perf_counter(), True
+    has_succeeded = True
     for name in names:
         with tempfile.TemporaryDirectory() as root:
             contest = open_contest(SHAPES[name], dtypes, Path(root), num_rounds, num_threads, say)
             text, is_good = (profile_ours(contest), True) if options.profile else measure(contest, options.rows)
         has_succeeded &= is_good
         parts += [f"### {name}", text]
-    parts.append(f"Measured in {(time.perf_counter() - start) / 60:.0f} minutes.")
-    print("\n\n".join(parts))
-    if options.output:
-        options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
-    return 0 if has_succeeded else 1
+    return parts, has_succeeded
 
 
 def _num_cores() -> int:

@@ -1,5 +1,6 @@
 """The benchmark runs, with a minuscule model, and both sides do the same work in it. Its figures are not looked at."""
 
+import asyncio
 import math
 import time
 from dataclasses import replace
@@ -16,6 +17,12 @@ from bench.models import QUICK, SMALL, SMOL
 from bench.profiling import profile_ours
 from bench.report import AIMS, Line
 from bench.rows import ROWS
+from bench.service import figures
+from bench.service.figures import Figure, percentile
+from bench.service.http import HttpError, HttpPool
+from bench.service.rows import ROWS as SERVICE_ROWS
+from bench.service.rows import growth_figure
+from bench.service.server import disk_bytes
 from bench.timing import Contestant, compete
 
 SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
@@ -155,6 +162,47 @@ def test_command_refuses_an_unknown_row(capsys):
     assert "there is no row 'speed'; there are sft, runs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--service", "--rows", "latency,sft"], "there is no row 'sft'; there are latency, samples"),
+        (["--rows", "latency"], "there is no row 'latency'; there are sft, runs"),
+    ],
+    ids=["service", "engine"],
+)
+def test_rows_belong_to_the_service_or_to_the_engine(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_loses_nothing_under_a_small_load(tmp_path):
+    """Every row of the service, end to end; what it measures is not looked at, what it counts is."""
+    output = tmp_path / "table.md"
+    assert main(["--service", "--quick", "--threads", "1", "--output", str(output)]) == 0
+    lines = [line.strip("| ").split(" | ") for line in output.read_text("utf-8").splitlines() if line.startswith("| ")]
+    header, _, *rows = lines
+    assert header == figures.HEADER
+    assert {len(row) for row in rows} == {len(header)}
+    assert {row[3] for row in rows} - {"-"} == {str(aim) for aim in figures.AIMS.values()}
+    assert [row[1] for row in rows if row[0].endswith(": lost")] == ["0"] * 5
+    assert len(rows) == 2 * len(SERVICE_ROWS) + 6
+
+
+async def test_an_answer_that_is_an_error_is_not_taken_for_a_result():
+    async def refuse(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\noops")
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server:
+        pool = HttpPool(*server.sockets[0].getsockname())
+        with pytest.raises(HttpError, match=r"/x was answered 500: b'oops'"):
+            await pool.post("/x", b"")
+        pool.close()
+
+
 # ── what the harness is made of ───────────────────────────────────────────────────────────────────────
 
 
@@ -224,3 +272,38 @@ def test_prompts_are_distinct_and_new_each_time():
     found = [p for seed in range(3) for count in (1, 4) for p in workloads.prompts(count, 6, QUICK.vocab_size, seed)]
     assert len({tuple(p) for p in found}) == len(found) == 15
     assert np.array_equal(workloads.prompts(2, 6, 384, 1), workloads.prompts(2, 6, 384, 1))
+
+
+# ── figures of the service ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("aim", "value", "cells"),
+    [
+        ("heartbeat", 49.5, ["49.50 ms", "-", "≤ 50", "yes"]),
+        ("heartbeat", 50.5, ["50.50 ms", "-", "≤ 50", "**no**"]),
+        ("", 1234.5, ["1234 ms", "-", "-", "-"]),
+    ],
+    ids=["met", "missed", "none"],
+)
+def test_figure(aim, value, cells):
+    assert Figure(text="x", value=value, unit="ms", aim=aim).cells() == ["x", *cells]
+
+
+def test_one_lost_request_misses_the_aim():
+    assert [Figure(text="x", value=value, aim="lost").cells()[-1] for value in (0, 1)] == ["yes", "**no**"]
+
+
+def test_percentile_is_a_value_that_occurred():
+    assert [percentile(range(1, 201), percent) for percent in (0, 50, 99, 100)] == [1, 100, 198, 200]
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_growth_compares_the_last_quarter_with_the_second():
+    assert growth_figure("x", [1, 50, 100, 100, 100, 100, 110, 110], 1.0).value == 1.1
+
+
+def test_disk_bytes_counts_what_files_occupy(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(b"x" * 100_000)
+    assert 100_000 <= disk_bytes(tmp_path) < 200_000

@@ -56,7 +56,9 @@ class Session:
 
     async def create_sampler(self, number: int = 0) -> "Sampler":
         body = {"session_id": self.session_id, "sampling_session_seq_id": number, "base_model": MODEL}
-        return Sampler(self.pool, (await call(self.pool, "create_sampling_session", body)).json()["sampling_session_id"])
+        return Sampler(
+            self.pool, (await call(self.pool, "create_sampling_session", body)).json()["sampling_session_id"]
+        )
 
 
 class Run:

@@ -6,8 +6,6 @@ Lorimer's do.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,44 +32,49 @@ class HttpError(RuntimeError):
 
 class HttpPool:
     def __init__(self, host: str, port: int) -> None:
-        self.num_opened = 0
         self._host, self._port = host, port
         self._idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
         self._opening = asyncio.Semaphore(MOST_OPENING)
 
     async def post(self, path: str, body: bytes, media: str = JSON) -> Answer:
         """One request; 408, which ends a poll, is an answer like 200, anything else an ``HttpError``."""
-        async with self._connection() as (reader, writer):
-            head = (
-                f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: {media}\r\n"
-                f"accept: {PROTOBUF}, {JSON}\r\ncontent-length: {len(body)}\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            answer = await _read_answer(reader)
+        answer = await self._ask(
+            f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: {media}\r\n"
+            f"accept: {PROTOBUF}, {JSON}\r\ncontent-length: {len(body)}\r\n\r\n",
+            body,
+        )
         if answer.status not in (200, 408):
             raise HttpError(f"{path} was answered {answer.status}: {answer.body[:500]!r}")
         return answer
 
     async def get(self, path: str) -> Answer:
-        async with self._connection() as (reader, writer):
-            writer.write(f"GET {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n\r\n".encode())
-            return await _read_answer(reader)
+        return await self._ask(f"GET {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n\r\n", b"")
 
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """One that is idle or a new one; closed if what it is used for fails."""
-        if self._idle:
+    async def _ask(self, head: str, body: bytes) -> Answer:
+        """Over a connection that is idle, or a new one: the server may have closed one that was idle for long."""
+        while self._idle:
             reader, writer = self._idle.pop()
-        else:
-            async with self._opening:
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-            self.num_opened += 1
+            if reader.at_eof():
+                writer.close()
+                continue
+            try:
+                return await self._exchange(reader, writer, head.encode() + body)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                if getattr(error, "partial", b""):
+                    raise
+        async with self._opening:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+        return await self._exchange(reader, writer, head.encode() + body)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> Answer:
         try:
-            yield reader, writer
+            writer.write(request)
+            answer = await _read_answer(reader)
         except BaseException:
             writer.close()
             raise
         self._idle.append((reader, writer))
+        return answer
 
     def close(self) -> None:
         for _, writer in self._idle:

@@ -6,6 +6,8 @@ of its own so that its work is not taken for the server's.
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from bench.service.client import wait
 from bench.service.http import HttpPool
@@ -19,15 +21,21 @@ async def hold(host: str, port: int, request_ids: list[str]) -> int:
     return sum(bool(result) for result in results)
 
 
-async def start_pollers(host: str, port: int, request_ids: list[str]) -> asyncio.subprocess.Process:
-    """Begin to wait for all of these in a new process; its output is the number of results."""
+@asynccontextmanager
+async def pollers(host: str, port: int, request_ids: list[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A new process that waits for all of these; its output is the number of results. It does not outlive the block."""
     command = [sys.executable, "-m", "bench.service.pollers", host, str(port)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdin is not None
-    process.stdin.write("\n".join(request_ids).encode())
-    process.stdin.write_eof()
-    return process
+    try:
+        assert process.stdin is not None
+        process.stdin.write("\n".join(request_ids).encode())
+        process.stdin.write_eof()
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def main() -> None:

@@ -5,16 +5,17 @@ Every load counts what it got back: a request that was accepted and not answered
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.service.client import ENGINE_DATUM, RANK, SEED, Run, Sampler, Session, wait
 from bench.service.figures import Figure, median, percentile, spread
 from bench.service.http import HttpPool
-from bench.service.pollers import start_pollers
+from bench.service.pollers import pollers
 from bench.service.server import MODEL, BenchServer, Weight, allow_files, running_server
 from bench.timing import Progress
 from lorimer.engine.config import EngineConfig
@@ -27,7 +28,7 @@ POLLERS_PER_RUN = 2500
 FIRST_NUMBER = 2
 """Of operations that wait: number 1 comes last."""
 HEARTBEAT_SECONDS = 0.01
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +70,20 @@ class Bench:
     sizes: Sizes
     num_threads: int
     progress: Progress
+    shared: BenchServer | None = None
+    """One server for all rows, to save the time of starting several."""
 
     @asynccontextmanager
     async def server(self, name: str, **settings: object) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
-        """A fresh server with an empty directory."""
-        self.progress(f"{name}: starting a server")
-        with running_server(self.root / name, self.num_threads, **settings) as server:
+        """A fresh server with an empty directory, or the shared one."""
+        with ExitStack() as ending:
+            server = self.shared
+            if server is None:
+                self.progress(f"{name}: starting a server")
+                server = ending.enter_context(running_server(self.root / name, self.num_threads, **settings))
             pool = HttpPool(server.host, server.port)
-            try:
-                yield server, pool
-            finally:
-                pool.close()
+            ending.callback(pool.close)
+            yield server, pool
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -94,8 +98,8 @@ async def timed(work: Awaitable[object]) -> float:
 async def latency(bench: Bench) -> list[Figure]:
     """A tiny forward through an idle server, and through an engine of our own; they take turns."""
     config = EngineConfig(model=MODEL, dtype="float32", num_threads=bench.num_threads)
-    async with bench.server("latency") as (_, pool):
-        with EngineProcess(config) as engine:
+    with EngineProcess(config) as engine:
+        async with bench.server("latency") as (server, pool):
             await asyncio.wrap_future(engine.ready)
             lora = LoraConfig(rank=RANK, seed=SEED)
             await asyncio.wrap_future(engine.submit(CreateRun(request_id="create", model_id="run", lora=lora)))
@@ -104,11 +108,16 @@ async def latency(bench: Bench) -> list[Figure]:
                 await run.forward()
                 await direct_forward(engine, f"warm {number}")
             served, direct, bare = [], [], []
+            worked = server.cpu_seconds()
             for number in range(bench.sizes.num_calls):
                 served.append(await timed(run.forward()))
                 direct.append(await timed(direct_forward(engine, str(number))))
                 bare.append(await timed(pool.get("/api/v1/healthz")))
-    details = f"served {spread(served)}; engine alone {spread(direct)}; an empty HTTP request {spread(bare)}"
+            worked = (server.cpu_seconds() - worked) / len(served)
+    details = (
+        f"served {spread(served)}; engine alone {spread(direct)}; an empty HTTP request {spread(bare)}; "
+        f"the API process computes {1000 * worked:.1f} ms for the three requests"
+    )
     at_median = 1000 * (median(served) - median(direct))
     at_p99 = 1000 * (percentile(served, 99) - percentile(direct, 99))
     name = "Idle server, tiny `forward`, submit to result: added to the engine's own time"
@@ -259,20 +268,20 @@ async def waiting(bench: Bench) -> list[Figure]:
         session = await Session.create(pool)
         runs = [await session.create_run(number) for number in range(-(-count // POLLERS_PER_RUN))]
         submits, request_ids = await submit_waiting(runs, count)
-        pollers = await start_pollers(server.host, server.port, request_ids)
-        await until_held(pool, count)
-        bench.progress(f"waiting: {count} polls are held")
-        weight = server.weigh()
-        await asyncio.sleep(SETTLE_SECONDS)
-        other = await session.create_run(len(runs))
-        beats, others = await asyncio.gather(
-            repeat(session.heartbeat, bench.sizes.num_heartbeats),
-            repeat(partial(other.train, forward_only=True), bench.sizes.num_heartbeats // 4),
-        )
-        start = time.perf_counter()
-        await asyncio.gather(*(run.train(forward_only=True, number=1) for run in runs))
-        output, _ = await pollers.communicate()
-        release = time.perf_counter() - start
+        async with pollers(server.host, server.port, request_ids) as waiters:
+            await until_held(pool, count)
+            bench.progress(f"waiting: {count} polls are held")
+            weight = server.weigh()
+            await asyncio.sleep(SETTLE_SECONDS)
+            other = await session.create_run(len(runs))
+            beats, others = await asyncio.gather(
+                repeat(session.heartbeat, bench.sizes.num_heartbeats),
+                repeat(partial(other.train, forward_only=True), bench.sizes.num_heartbeats // 4),
+            )
+            start = time.perf_counter()
+            await asyncio.gather(*(run.train(forward_only=True, number=1) for run in runs))
+            output, _ = await waiters.communicate()
+            release = time.perf_counter() - start
     text = f"{count} waiting futures, each polled"
     details = (
         f"submitting them {spread(submits)}; API process {weight.api / MIB:.0f} MiB; "
@@ -346,10 +355,12 @@ async def growth(bench: Bench) -> list[Figure]:
     sizes = bench.sizes
     settings = {
         "result_seconds_after_fetch": 1,
-        "history_seconds": 2,
+        "history_seconds": 5,
         "sweep_seconds": 0.5,
         "snapshot_seconds": 1,
         "recent_result_bytes": MIB,
+        # The engine keeps prompts for reuse as long as there is memory: with little, that ends soon.
+        "memory_bytes": 8 * MIB,
     }
     async with bench.server("growth", **settings) as (server, pool):
         session = await Session.create(pool)
@@ -387,7 +398,7 @@ def growth_figure(text: str, sizes: list[int], rate: float) -> Figure:
     return Figure(text=f"{text}: last quarter over second", value=ratio, details=details, aim="growth")
 
 
-ROWS: dict[str, Callable[[Bench], Awaitable[list[Figure]]]] = {
+ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "latency": latency,
     "samples": samples,
     "clients": clients,

@@ -4,19 +4,28 @@ import asyncio
 import os
 import tempfile
 import traceback
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from bench.service.figures import Figure, table
 from bench.service.rows import FULL, QUICK, ROWS, Bench
+from bench.service.server import running_server
 from bench.timing import say
+
+SHARED = {"gap_seconds": 3600, "result_seconds_after_fetch": 1, "sweep_seconds": 0.5}
+"""Settings of the one server of a quick run."""
 
 
 def measure_service(names: list[str], num_threads: int, is_quick: bool) -> tuple[str, bool]:
     """The table, and whether every row succeeded."""
     figures: list[Figure] = []
     failed: list[str] = []
-    with tempfile.TemporaryDirectory() as root:
-        bench = Bench(Path(root), QUICK if is_quick else FULL, num_threads, say)
+    with ExitStack() as ending:
+        root = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        bench = Bench(root, QUICK if is_quick else FULL, num_threads, say)
+        if is_quick:
+            bench = replace(bench, shared=ending.enter_context(running_server(root / "shared", num_threads, **SHARED)))
         for name in names:
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
             say(f"{name}: load {load:.1f}")

@@ -38,6 +38,11 @@ class BenchServer:
     pid: int
     data: Path
 
+    def cpu_seconds(self) -> float:
+        """What the API process has computed so far; a busy machine does not change it much."""
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
+
     def weigh(self) -> Weight:
         api = psutil.Process(self.pid)
         engines = [child for child in api.children() if "lorimer.engine.worker" in child.cmdline()]

@@ -14,9 +14,7 @@ def tokens_of(length: int, seed: int) -> list[int]:
 def datum(length: int = 9, seed: int = 0) -> types.Datum:
     tokens = tokens_of(length + 1, seed)
     weights = np.random.default_rng(seed).choice([0.5, 1.0], length).tolist()
-    return types.Datum(
-        types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
-    )
+    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights})
 
 
 def batch(count: int = 3) -> list[types.Datum]:

@@ -34,7 +34,9 @@ class Restartable:
         command += [str(self._data), "--model", "lorimer/debug", "--dtype", "float32", "--set", "num_threads=1"]
         log = self._data.parent / "server.log"
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+            self.process = subprocess.Popen(
+                command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         self.url = wait_for_address(self.process, log)
 
     def kill(self) -> None:

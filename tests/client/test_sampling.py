@@ -89,8 +89,10 @@ async def test_sample_that_nobody_awaits_is_given_up_and_others_go_on(sampler):
 
 
 def test_copies_number_their_samples_apart(sampler):
-    copies = [pickle.loads(pickle.dumps(sampler)), lorimer.SamplingClient.from_sampler_handle(
-        sampler.get_sampler_handle())]
+    copies = [
+        pickle.loads(pickle.dumps(sampler)),
+        lorimer.SamplingClient.from_sampler_handle(sampler.get_sampler_handle()),
+    ]
     expected = sampler.sample(prompt(), 1, PARAMS).result().sequences[0].tokens
     for copy in copies:
         assert copy.sample(prompt(), 1, PARAMS).result().sequences[0].tokens == expected

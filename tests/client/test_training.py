@@ -119,8 +119,10 @@ def test_ephemeral_sampler_has_the_weights_of_its_moment(trainer):
 
 
 def custom(data, logprobs_list):
-    loss = sum((-logprob * torch.tensor(item.loss_fn_inputs["weights"].data)).sum() for item, logprob in zip(
-        data, logprobs_list, strict=True))
+    loss = sum(
+        (-logprob * torch.tensor(item.loss_fn_inputs["weights"].data)).sum()
+        for item, logprob in zip(data, logprobs_list, strict=True)
+    )
     return loss, {"seen": float(len(data))}
 
 

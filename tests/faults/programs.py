@@ -1,5 +1,6 @@
 """Starts tenants' programs, follows what they print, and compares what came of them."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -87,7 +88,7 @@ class RunningProgram:
     @property
     def longest_pause(self) -> float:
         seconds = [line["seconds"] for line in self.lines]
-        return max(later - earlier for earlier, later in zip(seconds, seconds[1:], strict=False))
+        return max(later - earlier for earlier, later in itertools.pairwise(seconds))
 
     # ── what the server has of it ─────────────────────────────────────────────────────────────────────
 

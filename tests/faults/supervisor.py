@@ -29,10 +29,13 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = WAIT
 class Supervisor:
     """Use as a context. ``exit_codes`` are those of the servers that have ended, in order."""
 
-    def __init__(self, data: Path, *, port: int = 0, extra: dict[str, str] | None = None, **settings: object) -> None:
-        self.data, self.port = data, port or free_port()
+    def __init__(
+        self, data: Path, *, log: Path | None = None, extra: dict[str, str] | None = None, **settings: object
+    ) -> None:
+        """``extra`` are environment variables of the server."""
+        self.data, self.port = data, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = data.parent / f"{data.name}.log"
+        self.log = log or data.parent / f"{data.name}.log"
         self.exit_codes: list[int] = []
         self._command = [*LORIMER, "serve", "--port", str(self.port), "--data", str(data), "--dtype", "float32"]
         self._command += ["--model", MODEL, "--log-format", "json"]

@@ -42,10 +42,9 @@ def test_chat_sl_scores_the_same_with_trainer_and_sampler(adder, figures):
 
 
 def test_checkpoints_of_chat_sl_are_listed(cookbook, adder):
-    with tinker.ServiceClient(base_url=cookbook.url, api_key=cookbook.key) as service:
-        rest = service.create_rest_client()
-        run = rest.get_training_run_by_tinker_path(adder.path()).result()
-        listed = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    rest = tinker.RestClient(base_url=cookbook.url, api_key=cookbook.key)
+    run = rest.get_training_run_by_tinker_path(adder.path()).result()
+    listed = rest.list_checkpoints(run.training_run_id).result().checkpoints
     logged = {checkpoint[kind] for checkpoint in adder.checkpoints for kind in ("state_path", "sampler_path")}
     assert {checkpoint.tinker_path for checkpoint in listed} == logged
     expiring = {checkpoint.tinker_path for checkpoint in listed if checkpoint.expires_at is not None}

@@ -55,6 +55,7 @@ WRONG = {
     "none": ("weights", [None], ValueError, "rectangular list of numbers"),
     "a list of unknown dtype": ("rewards", [1.0], ValueError, "'rewards'.*int64 from float32"),
     "a string": ("weights", "1", TypeError, "'weights'.*str"),
+    "tokens that are no integers": ("target_tokens", [1.0, 2.5], ValueError, "'target_tokens'.*integers"),
     "a number": ("weights", 1.0, TypeError, "'weights'.*float"),
 }
 

@@ -88,8 +88,7 @@ class Completions:
             for item in answer.completions:
                 size = item.response_payload_uncompressed_size if isinstance(item, FutureFinished) else None
                 self._resolve(item.request_id, size)
-            if not answer.completions:
-                await asyncio.sleep(max(0.0, began + LEAST_LOOP_SECONDS - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + LEAST_LOOP_SECONDS - time.monotonic()))
 
     def _resolve(self, request_id: str, size: int | None) -> None:
         if (future := self._waiting.pop(request_id, None)) is None:

@@ -1,12 +1,15 @@
 """Results that are on their way: asked for with ``result()``, awaited, or passed on."""
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any, Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+log = logging.getLogger("lorimer")
 
 
 class APIFuture(ABC, Generic[T]):
@@ -54,8 +57,4 @@ def warn_if_in_loop(method: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    import logging
-
-    logging.getLogger("lorimer").warning(
-        "%s() blocks the running event loop; await %s_async() there instead", method, method
-    )
+    log.warning("%s() blocks the running event loop; await %s_async() there instead", method, method)

@@ -33,7 +33,7 @@ POLL_SECONDS = 45.0
 """Of one poll, on our side; servers answer before."""
 MOST_BAD_REQUESTS = 3
 LEAST_LOOP_SECONDS = 0.05
-"""Between polls that a server answers at once without a result."""
+"""From one poll to the next, so that a server which answers at once is not asked all the time."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ JSON = "application/json"
 TIMEOUT_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 BILLING_PAUSE_SECONDS = 5.0
-KEEP_ALIVE_SECONDS = 30.0
+LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+"""How many connections are open is limited by those who use them; a limit here would let polls keep submits waiting."""
 REPORT_SECONDS = 60.0
 """A server that does not answer is spoken of this often."""
 
@@ -71,7 +72,7 @@ class Transport:
         self.credentials = credentials
         self.billing_seconds = 3600.0
         self._loop = loop
-        self._open_transport = open_transport or _open_http
+        self._open_transport = open_transport
         self._client: httpx2.AsyncClient | None = None
         self._opening = asyncio.Lock()
         self._reported_at = 0.0
@@ -170,21 +171,17 @@ class Transport:
     async def _open(self) -> httpx2.AsyncClient:
         async with self._opening:
             if self._client is None:
-                transport = await self._open_transport()
-                self._client = httpx2.AsyncClient(transport=transport, headers=self._headers, follow_redirects=True)
+                # Without a transport of its own, the client goes through the proxies that the environment names.
+                transport = await self._open_transport() if self._open_transport else None
+                self._client = httpx2.AsyncClient(
+                    transport=transport, limits=LIMITS, headers=self._headers, follow_redirects=True
+                )
                 weakref.finalize(self, _close, self._loop, self._client).atexit = False
             return self._client
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.aclose()
-
-
-async def _open_http() -> httpx2.AsyncBaseTransport:
-    # How many connections are open at once is limited by those who use them; a limit here would let polls, which are
-    # held, keep submits waiting.
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
-    return httpx2.AsyncHTTPTransport(limits=limits)
 
 
 def _close(loop: LoopThread, client: httpx2.AsyncClient) -> None:

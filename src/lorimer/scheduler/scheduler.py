@@ -356,6 +356,13 @@ class Scheduler:
             raise InvalidInput(state.error)
         return state
 
+    def known_run(self, model_id: str) -> Run | None:
+        """A run that is at work here; of others only the store knows."""
+        for model in self.models.values():
+            if (state := model.training.runs.get(model_id)) is not None:
+                return state.run
+        return None
+
     async def reject(self, user: User, run: Run, seq_id: int, reason: str) -> None:
         """A submit that the server refuses has used its number."""
         await self._surely(self._reject(user, run, seq_id, reason))

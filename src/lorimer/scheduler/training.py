@@ -32,6 +32,8 @@ from lorimer.store.runs import Run
 log = logging.getLogger("lorimer.scheduler")
 
 _MOST_TURNS = 2
+_IDLE_SECONDS = 0.5
+"""A run whose client has not come back for so long counts as idle: between two steps of a loop it always does."""
 _CHANGING = REPLAYED | {"load_weights"}
 
 
@@ -70,6 +72,7 @@ class TrainingQueue:
         """With the engine, in the order they were sent."""
         self._turn_began = 0.0
         self._open_bytes = 0
+        self._second_look: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
@@ -229,13 +232,21 @@ class TrainingQueue:
 
     def _make_room(self, num_wanted: int, held: Iterable[RunState]) -> None:
         """Idle runs leave first, the longest unused before others; then those that have had their time."""
-        latest = time.monotonic() - self._limits.residence_seconds
+        now = time.monotonic()
+        latest, unused = now - self._limits.residence_seconds, now - _IDLE_SECONDS
         staying = [state for state in held if state.phase == "loaded" and state.saving is None]
-        leaving = [state for state in staying if state.is_idle or state.loaded_at < latest]
+        leaving = [s for s in staying if (s.is_idle and s.last_used <= unused) or s.loaded_at < latest]
         leaving.sort(key=lambda state: (not state.is_idle, state.last_used if state.is_idle else state.loaded_at))
         num_wanted -= sum(state.is_leaving for state in held)
         for state in leaving[: max(0, num_wanted)]:
             self._snapshots.park(state)
+        if num_wanted > len(leaving) and self._second_look is None:
+            self._second_look = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        """Somebody waits for room. That time has passed, for a run that does nothing, is an event of its own."""
+        self._second_look = None
+        self.pump()
 
     def _secured(self) -> None:
         self.forget_idle()
@@ -398,6 +409,7 @@ class TrainingQueue:
         """Its result is on record."""
         if state.operations.get(operation.seq_id) is operation:
             del state.operations[operation.seq_id]
+            state.last_used = time.monotonic()
             self._open_bytes -= operation.size
             self.shares.leave(operation.user_id)
 
@@ -441,6 +453,8 @@ class TrainingQueue:
     async def close(self) -> None:
         """Let the turns under way end, record them, and secure every run."""
         self._is_closing = True
+        if self._second_look is not None:
+            self._second_look.cancel()
         for state in self.runs.values():
             if state.gap is not None:
                 state.gap.cancel()

@@ -3,11 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Literal
 
 from sqlalchemy import Connection, select
+from sqlalchemy.dialects import postgresql, sqlite
 
-from lorimer.store.tables import insert, usage
+from lorimer.store.tables import usage
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"]
 
@@ -54,10 +56,15 @@ def record(c: Connection, items: list[UsageItem]) -> None:
         )
     if not totals:
         return
-    statement = insert(c, usage)
-    added = {"amount": usage.c.amount + statement.excluded.amount}
     rows = [dict(zip(_KEY, key, strict=True), amount=amount) for key, amount in totals.items()]
-    c.execute(statement.on_conflict_do_update(index_elements=_KEY, set_=added), rows)
+    c.execute(_add(c.dialect.name), rows)
+
+
+@lru_cache  # building it takes as long as all else that ends a request
+def _add(dialect: str) -> sqlite.Insert | postgresql.Insert:
+    statement = postgresql.insert(usage) if dialect == "postgresql" else sqlite.insert(usage)
+    added = {"amount": usage.c.amount + statement.excluded.amount}
+    return statement.on_conflict_do_update(index_elements=_KEY, set_=added)
 
 
 def usage_events(c: Connection, *, user_id: str | None = None, start: datetime, end: datetime) -> list[UsageBucket]:

@@ -124,4 +124,6 @@ def _from_list(name: str, value: Sequence[object]) -> TensorData:
         array = np.array(None)
     if array.dtype.kind not in "biuf":
         raise ValueError(f"loss_fn_inputs[{name!r}] is not a rectangular list of numbers")
+    if dtype == "int64" and array.size and array.dtype.kind != "i":
+        raise ValueError(f"loss_fn_inputs[{name!r}] holds {array.dtype}; integers are accepted")
     return TensorData.from_numpy(array.astype(DTYPES[dtype]))

@@ -10,7 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer.server.openapi import Endpoint, describe
-from lorimer.server.routes import admin, checkpoints, clients, downloads, futures, sampling, saving, sessions, training
+from lorimer.server.routes import (
+    admin,
+    checkpoints,
+    clients,
+    downloads,
+    futures,
+    sampling,
+    saving,
+    sessions,
+    tokenizers,
+    training,
+)
 from lorimer.server.routes.replies import reply
 
 
@@ -34,5 +45,6 @@ ALL_ROUTES: list[Endpoint] = [
     *checkpoints.ROUTES,
     *downloads.ROUTES,
     *admin.ROUTES,
+    *tokenizers.ROUTES,
     Endpoint("GET", "/openapi.json", get_openapi, answer={"type": "object"}),
 ]

@@ -56,8 +56,13 @@ async def find_run(request: Request, model_id: str) -> Run:
 
 
 async def find_trainable(request: Request, model_id: str) -> Run:
-    """The caller's run of this id, unless it only holds the copy of a checkpoint."""
-    run = await find_run(request, model_id)
+    """The caller's run of this id, unless it only holds the copy of a checkpoint.
+
+    Without asking the database for one that is at work: whose it is does not change.
+    """
+    run = context_of(request).scheduler.known_run(model_id)
+    if run is None or run.user_id != user_of(request).user_id:
+        run = await find_run(request, model_id)
     if run.is_unloaded:
         raise InvalidInput(f"run {quote_id(model_id)} holds copied weights; make a run from their path to train them")
     return run

@@ -1,0 +1,82 @@
+"""The tokenizer of a base model as files, for clients that have neither the model's directory nor the hub."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from lorimer.errors import NotFound
+from lorimer.server.context import context_of
+from lorimer.server.openapi import Endpoint
+from lorimer.server.routes.models import check_served
+from lorimer.server.routes.ownership import quote_id
+from lorimer.server.routes.replies import reply
+
+BYTES = "application/octet-stream"
+FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""What a tokenizer of ``transformers`` is read from; nothing else of a model's directory is handed out."""
+LISTING: dict[str, Any] = {
+    "type": "object",
+    "required": ["files"],
+    "properties": {
+        "files": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "required": ["size", "sha256"],
+                "properties": {"size": {"type": "integer"}, "sha256": {"type": "string"}},
+            },
+        }
+    },
+}
+
+
+async def directory_of(request: Request) -> Path:
+    context, name = context_of(request), request.path_params["name"]
+    check_served(context, name)
+    return Path((await context.scheduler.model_info(name)).directory)
+
+
+async def list_tokenizer_files(request: Request) -> Response:
+    """The files of the tokenizer, with sizes and digests."""
+    directory = await directory_of(request)
+    return reply({"files": await asyncio.to_thread(describe_files, directory)})
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, object]]:
+    found = {name: (directory / name).read_bytes() for name in FILES if (directory / name).is_file()}
+    return {
+        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in found.items()
+    }
+
+
+async def get_tokenizer_file(request: Request) -> Response:
+    """One of the files."""
+    name = request.path_params["file"]
+    path = await directory_of(request) / name
+    if name not in FILES or not path.is_file():
+        raise NotFound(f"the tokenizer has no file {quote_id(name)}")
+    return FileResponse(path, media_type=BYTES)
+
+
+ROUTES = [
+    Endpoint("GET", "/api/v1/models/{name:path}/tokenizer", list_tokenizer_files, answer=LISTING),
+    Endpoint("GET", "/api/v1/models/{name:path}/tokenizer/{file}", get_tokenizer_file, answer_media=(BYTES,)),
+]
