@@ -358,7 +358,7 @@ async def growth(bench: Bench) -> list[Figure]:
         "history_seconds": 5,
         "sweep_seconds": 0.5,
         "snapshot_seconds": 1,
-        "recent_result_bytes": MIB,
+        "recent_result_bytes": 65536,
         # The engine keeps prompts for reuse as long as there is memory: with little, that ends soon.
         "memory_bytes": 8 * MIB,
     }

@@ -71,7 +71,7 @@ def test_twenty_steps_equal_torch() -> None:
         torch_adamw.step()
         metrics = apply(adapter, fields)
         assert metrics["skipped"] == 0.0
-        assert metrics["step"] == step + 1
+        assert metrics["optimizer_step"] == step + 1
         moved = torch.nn.utils.get_total_norm([p - b for p, b in zip(parameters, before, strict=True)])
         assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert metrics["update_norm"] == pytest.approx(moved.item(), rel=1e-4)
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, steps: int) -
     before = state(adapter)
     metrics = apply(adapter, {"grad_clip_norm": 1.0})
     assert metrics["skipped"] == 1.0
-    assert metrics["step"] == adapter.step == steps
+    assert metrics["optimizer_step"] == adapter.step == steps
     assert metrics["update_norm"] == 0.0
     assert all(math.isfinite(value) for value in metrics.values())
     assert adapter.grads is None
@@ -153,7 +153,7 @@ def test_no_gradient_is_a_zero_gradient() -> None:
     adapter = make()
     before = state(adapter)
     metrics = apply(adapter, {})
-    assert (metrics["grad_norm"], metrics["update_norm"], metrics["skipped"], metrics["step"]) == (0, 0, 0, 1)
+    assert (metrics["grad_norm"], metrics["update_norm"], metrics["skipped"], metrics["optimizer_step"]) == (0, 0, 0, 1)
     weights = flatten(adapter.weights)
     assert all(torch.equal(x, y) for x, y in zip(before, weights, strict=True))
 

@@ -198,7 +198,7 @@ def test_runs_of_several_ranks_and_losses_train_together_as_they_do_alone(engine
     for ours, theirs in zip(together, alone, strict=True):
         steps = [ask(engine, OptimStep, model_id=run, params={"learning_rate": 0.01}).metrics for run in (ours, theirs)]
         assert steps[0] == pytest.approx(steps[1], rel=1e-4)
-        assert (steps[0]["step"], steps[0]["skipped"]) == (1, 0)
+        assert (steps[0]["optimizer_step"], steps[0]["skipped"]) == (1, 0)
 
 
 def test_a_run_learns(engine, run):

@@ -131,7 +131,7 @@ def test_training_commands_run_in_the_order_they_came(client, run):
     replies = client.take_until("g")
     assert answers(replies) == ["a", "b", "c", "d", "e", "f", "g"]
     assert [type(reply) for reply in replies] == [Done] * 6 + [Failed]
-    steps = [reply.result.metrics["step"] for reply in replies[2:4]]
+    steps = [reply.result.metrics["optimizer_step"] for reply in replies[2:4]]
     assert steps == [1, 2]
 
 
@@ -243,7 +243,7 @@ def test_an_error_of_nobody_fails_the_work_and_not_the_worker(client, run, engin
     assert str(error) in capfd.readouterr().err
     client.send(TrainBatch(operations=[make_operation("a", run)]), make_sample("c"))
     assert {type(reply) for reply in client.take_until("a", "c")} == {Done}
-    assert client.ask(OptimStep(request_id="step", model_id=run)).result.metrics["step"] == 1
+    assert client.ask(OptimStep(request_id="step", model_id=run)).result.metrics["optimizer_step"] == 1
 
 
 def test_a_cancelled_sample_ends_and_the_others_go_on(client):

@@ -24,7 +24,6 @@ PROMPT = [10, 20, 30, 40, 50]
 class Plan:
     seed: int = 0
     steps: int = 12
-    first_step: int = 0
     sample_every: int = 4
     save_every: int = 5
     load_at: int = -1
@@ -48,12 +47,12 @@ class Program:
     def run(self) -> None:
         plan = self.plan
         self.tell(run=self.trainer.model_id)
-        under_way = self.submit(plan.first_step)
-        for step in range(plan.first_step, plan.steps):
+        under_way = self.submit(0)
+        for step in range(plan.steps):
             trained, stepped = under_way
             if step + 1 < plan.steps:
                 under_way = self.submit(step + 1)
-            loss, count = trained.result().metrics["loss:sum"], stepped.result().metrics["step"]
+            loss, count = trained.result().metrics["loss:sum"], stepped.result().metrics["optimizer_step"]
             self.tell(step=step, loss=loss, count=count)
             if plan.sample_every and step % plan.sample_every == 0:
                 self.sample(step)

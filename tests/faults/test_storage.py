@@ -48,7 +48,7 @@ def test_a_second_server_and_a_damaged_snapshot(tmp_path):
         ]
         finish_all(programs)
         refuse_second_server(server)
-        assert one_more_step(server, alice)["metrics"]["step"] == 5
+        assert one_more_step(server, alice)["metrics"]["optimizer_step"] == 5
         eventually(lambda: all(snapshot_of(server, program).is_dir() for program in programs), "snapshots")
         flip_a_byte(snapshot_of(server, alice) / "training_state.safetensors")
         server.kill("both")
@@ -56,7 +56,7 @@ def test_a_second_server_and_a_damaged_snapshot(tmp_path):
         answer = one_more_step(server, alice)
         assert "training_state.safetensors" in answer["error"] and "damaged" in answer["error"], answer
         assert str(tmp_path) not in answer["error"]
-        assert one_more_step(server, bob)["metrics"]["step"] == 5
+        assert one_more_step(server, bob)["metrics"]["optimizer_step"] == 5
         assert alice.tensors("weights/end").keys() == bob.tensors("weights/end").keys()
         again = RunningProgram(server.url, alice.key, plan, tmp_path / "home-again").finish()
         assert_same(again, expectation(alice))

@@ -48,7 +48,7 @@ async def test_an_engine_that_is_killed_changes_nothing(s):
     await s.done(ephemeral)
     await s.done(named)
     assert await s.done(accepted[4]) == fetched
-    steps = [json.loads(await s.done(accepted[n]))["metrics"]["step"] for n in range(3, 3 * STEPS + 1, 3)]
+    steps = [json.loads(await s.done(accepted[n]))["metrics"]["optimizer_step"] for n in range(3, 3 * STEPS + 1, 3)]
     assert steps == [float(n) for n in range(1, STEPS + 1)]
     assert_equal_weights(await s.saved(run, "end"), expected)
     sampler = await s.sampler(session, 9)
@@ -121,7 +121,7 @@ async def test_a_full_disk_only_delays(s, monkeypatch):
     is_full = False
     await s.done(first)
     step = json.loads(await s.done(await s.step(user, run, 2)))
-    assert step["metrics"]["step"] == 1
+    assert step["metrics"]["optimizer_step"] == 1
 
 
 async def test_a_load_that_cannot_be_secured_did_not_happen(s, tmp_path):

@@ -54,7 +54,7 @@ async def _kill_servers(tmp_path, seed, kills):
         result = await s.done(each)
         assert fetched.get(seq_id, result) == result
         if seq_id % 3 == 0:
-            assert json.loads(result)["metrics"]["step"] == seq_id // 3
+            assert json.loads(result)["metrics"]["optimizer_step"] == seq_id // 3
     for each in samples.values():
         await s.done(each)
     rows = await s.store.read(futures.journal, run.model_id, -1)

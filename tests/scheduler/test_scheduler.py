@@ -46,7 +46,7 @@ async def test_operations_run_in_order_whatever_order_they_come_in(service):
             expected = decode_forward_backward_output(expected).metrics["loss:sum"]
             assert result == pytest.approx(expected, abs=1e-5)
         else:
-            assert json.loads(result)["metrics"]["step"] == json.loads(expected)["metrics"]["step"]
+            assert json.loads(result)["metrics"]["optimizer_step"] == json.loads(expected)["metrics"]["optimizer_step"]
 
 
 async def test_a_retry_gets_the_same_future_and_other_content_is_refused(service):
@@ -62,7 +62,7 @@ async def test_a_retry_gets_the_same_future_and_other_content_is_refused(service
     with pytest.raises(InvalidInput, match="is a forward_backward"):
         await service.step(user, run, 1)
     step = json.loads(await service.done(await service.step(user, run, 2)))
-    assert step["metrics"]["step"] == 1  # twenty copies were one operation
+    assert step["metrics"]["optimizer_step"] == 1  # twenty copies were one operation
 
 
 async def test_a_submit_whose_caller_hangs_up_is_carried_out(service):
@@ -208,7 +208,7 @@ async def test_runs_beyond_the_limit_take_turns_in_memory(service):
         kind = service.train if seq_id % 2 else service.step
         accepted = [await kind(user, run, seq_id) for run in runs]
         results = [await service.done(each) for each in accepted]
-    steps = [json.loads(result)["metrics"]["step"] for result in results]
+    steps = [json.loads(result)["metrics"]["optimizer_step"] for result in results]
     assert steps == [3.0] * 5
     assert sum(state.phase == "loaded" for state in service.training.runs.values()) <= 3
 
@@ -294,7 +294,7 @@ async def test_the_sweep_keeps_the_disk_and_the_memory_small(service, monkeypatc
     assert directories[3] <= directories[1]
     assert [s.seq for s in await service.store.read(samplers.list_samplers, session.session_id)] == [2, 3]
     step = json.loads(await service.done(await service.step(user, run, 81)))
-    assert step["metrics"]["step"] == 1
+    assert step["metrics"]["optimizer_step"] == 1
     await service.done(await service.sample(user, await service.sampler(session, 2), 0))
 
 

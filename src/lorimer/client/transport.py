@@ -53,7 +53,7 @@ JSON = "application/json"
 TIMEOUT_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 BILLING_PAUSE_SECONDS = 5.0
-LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=5.0)
 """How many connections are open is limited by those who use them; a limit here would let polls keep submits waiting."""
 REPORT_SECONDS = 60.0
 """A server that does not answer is spoken of this often."""

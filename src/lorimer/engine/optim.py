@@ -57,7 +57,7 @@ def apply(adapter: Adapter, params: Mapping[str, float]) -> dict[str, float]:
         adapter.clear_gradient()
         norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": _norm(weights)}
     metrics = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    return metrics | {"skipped": float(not is_applied), "step": float(adapter.step)}
+    return metrics | {"skipped": float(not is_applied), "optimizer_step": float(adapter.step)}
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

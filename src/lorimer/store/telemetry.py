@@ -32,4 +32,3 @@ def events(c: Connection, session_id: str) -> list[dict[str, Any]]:
     """The session's events, oldest first."""
     query = select(telemetry.c.event).where(telemetry.c.session_id == session_id).order_by(telemetry.c.event_id)
     return list(c.execute(query).scalars())
-

@@ -126,7 +126,8 @@ def write(request: TrainingRequest) -> bytes:
             message.loss_fn_config[key] = message.loss_fn_config_v2[key].number = float(value)
     for datum in request.data:
         _write_datum(datum, message.data.add())
-    return bytes(message.SerializeToString())
+    # The order of maps differs between processes otherwise, and a retry would not be known again after a restart.
+    return bytes(message.SerializeToString(deterministic=True))
 
 
 def _write_datum(datum: Datum, message: pb.Datum) -> None:

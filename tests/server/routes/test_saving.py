@@ -32,7 +32,7 @@ async def test_saved_run_is_loaded_into_another(ada):
         "model_id": other,
     }
     np.testing.assert_array_equal(await logprobs(ada, other, 2), await logprobs(ada, run_id, 4))
-    assert (await ada.step(other, 3))["metrics"]["step"] == 2, "the optimizer came along"
+    assert (await ada.step(other, 3))["metrics"]["optimizer_step"] == 2, "the optimizer came along"
 
 
 async def test_run_is_created_from_weights(ada):
@@ -53,7 +53,7 @@ async def test_run_is_created_from_weights(ada):
     assert await ada.ok("load_weights", body) == promise
     assert (await ada.fetch(f"training_runs/{run_id}"))["user_metadata"] == {"from": "1"}
     await ada.train(run_id, 1)
-    assert (await ada.step(run_id, 2))["metrics"]["step"] == 1, "the optimizer began anew"
+    assert (await ada.step(run_id, 2))["metrics"]["optimizer_step"] == 1, "the optimizer began anew"
 
 
 async def test_names_cannot_be_taken_twice_unless_overwritten(ada):

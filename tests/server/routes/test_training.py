@@ -111,7 +111,7 @@ async def test_optimizer_step_changes_the_run(ada, name):
         params = {"learning_rate": 0.05, "beta1": 0.9}
     promise = await ada.ok("optim_step", {"model_id": run_id, "seq_id": 2, name: params})
     metrics = (await ada.result(promise))["metrics"]
-    assert metrics["step"] == 1
+    assert metrics["optimizer_step"] == 1
     assert metrics["grad_norm"] > 0
     assert (await ada.train(run_id, 3, forward_only=True)).loss < first.loss
 
