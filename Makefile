@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := lorimer/types/tinker.proto
+# Tests that have servers of their own, share them, and kill them: these need the machine to themselves.
+WHOLE := tests/client tests/conformance tests/faults tests/test_docs.py
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -18,7 +20,9 @@ serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="
 	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
 test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --dist=loadfile \
+		$(addprefix --ignore=,$(WHOLE))
+	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 $(WHOLE)
 
 test-slow: $(INSTALLED) ## Run the tests that are slow or download something
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -122,7 +122,13 @@ def test_a_loop_that_closed_before_its_answer_is_forgotten(store):
     assert store.read_now(names) >= {"bob"}
 
 
+def store_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lorimer-store")]
+
+
 async def test_closing_finishes_what_was_asked_for_and_refuses_more(store, database, tmp_path):
+    await asyncio.gather(*(store.read(names) for _ in range(20)))
+    before = store_threads()  # other tests' servers may have theirs
     tasks = [asyncio.create_task(store.write(add, f"user {number}")) for number in range(100)]
     await asyncio.sleep(0)
     await asyncio.to_thread(store.close)
@@ -132,7 +138,10 @@ async def test_closing_finishes_what_was_asked_for_and_refuses_more(store, datab
     with pytest.raises(StorageError, match="the store is closed"):
         store.read_now(names)
     store.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lorimer-store")]
+    ended = sorted(thread.name for thread in before if not thread.is_alive())
+    assert ended[-1] == "lorimer-store-writer"
+    assert ended[0] == "lorimer-store-reader-0"
+    assert len(before) - len(store_threads()) == len(ended)
 
 
 def test_a_reader_cannot_write_to_sqlite(tmp_path):
