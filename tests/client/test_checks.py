@@ -106,13 +106,11 @@ LOSSES = {
 
 @pytest.mark.parametrize(("fn", "ranks", "text"), LOSSES.values(), ids=LOSSES)
 def test_losses_that_cannot_be_traced(fn, ranks, text):
-    pytest.importorskip("torch")
     with pytest.raises(ValueError, match=text):
         tracing.trace(fn, ranks, "session")
 
 
 def test_loss_of_another_session_is_refused(service, trainer):
-    pytest.importorskip("torch")
     handle = tracing.trace(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1}, "another")
     with pytest.raises(ValueError, match="another"):
         trainer.forward_backward_custom([types.Datum(INPUT, {"target_tokens": [1, 2, 3]})], handle)

@@ -24,7 +24,8 @@ SAVE_KINDS: dict[types.CheckpointType, str] = {
 }
 _REPEATABLE = ("forward", "forward_backward", "optim_step")
 """Kinds whose retry has the same payload, byte by byte."""
-_MOST_RANK = 4096
+MAX_RANK = 512
+"""The engine's own limit, known here so that a larger one is refused at once."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RunValues:
     train_mlp: bool
     train_unembed: bool
     user_metadata: dict[str, str]
-    optimizer_type: str = "adamw"
+    optimizer_type: str
 
 
 def check_seq_id(seq_id: int) -> int:
@@ -48,8 +49,8 @@ def check_seq_id(seq_id: int) -> int:
 
 
 def check_rank(rank: int) -> int:
-    if not 1 <= rank <= _MOST_RANK:
-        raise InvalidInput(f"lora_config.rank is {rank}; 1 to {_MOST_RANK} is accepted")
+    if not 1 <= rank <= MAX_RANK:
+        raise InvalidInput(f"lora_config.rank is {rank}; 1 to {MAX_RANK} is accepted")
     return rank
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from lorimer import types
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo
-from lorimer.errors import Busy, Gone, InvalidInput, Unsupported
+from lorimer.errors import Busy, Gone, InvalidInput
 from lorimer.scheduler import accepting, payloads, records
 from lorimer.scheduler.completions import Completion, CompletionLogs
 from lorimer.scheduler.limits import SchedulerLimits
@@ -166,8 +166,6 @@ class Scheduler:
         lora = request.lora_config or types.LoraConfig(rank=32)
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise InvalidInput("train_attn, train_mlp and train_unembed are all false; at least one is needed")
-        if request.optimizer_config.type != "adamw":
-            raise Unsupported(f"optimizer {request.optimizer_config.type!r} is not supported; accepted is 'adamw'")
         values = accepting.RunValues(
             base_model=request.base_model,
             rank=accepting.check_rank(lora.rank),
@@ -176,6 +174,7 @@ class Scheduler:
             train_mlp=lora.train_mlp,
             train_unembed=lora.train_unembed,
             user_metadata=accepting.metadata(request.user_metadata),
+            optimizer_type=request.optimizer_config.type,
         )
         return await self._create(user, session, model, request.model_seq_id, values, payloads.CreateModel())
 
@@ -187,8 +186,6 @@ class Scheduler:
             raise InvalidInput("model_seq_id is missing; a new run needs one")
         if request.base_model is not None and request.base_model != weights.base_model:
             raise InvalidInput(f"base_model {request.base_model!r} is not that of the weights, {weights.base_model!r}")
-        if request.optimizer_config is not None and request.optimizer_config.type != "adamw":
-            raise Unsupported(f"optimizer {request.optimizer_config.type!r} is not supported; accepted is 'adamw'")
         accepting.check_optimizer_state(weights, request.optimizer)
         values = accepting.RunValues(
             base_model=weights.base_model,
@@ -198,6 +195,7 @@ class Scheduler:
             train_mlp=weights.train_mlp,
             train_unembed=weights.train_unembed,
             user_metadata=accepting.metadata(request.user_metadata),
+            optimizer_type=request.optimizer_config.type if request.optimizer_config else weights.optimizer_type,
         )
         payload = payloads.CreateModel(
             path=request.path, weights_name=weights.name, optimizer=request.optimizer, answers_load=True
