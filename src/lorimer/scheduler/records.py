@@ -89,10 +89,12 @@ def abandon(
     return [fail(c, operation, reason, "user", "failed") for operation in waiting]
 
 
-def release(c: Connection, lane: str, request_ids: Sequence[str]) -> None:
-    """Drop results that their client has, if they are of this lane."""
+def release(c: Connection, lane: str, request_ids: Sequence[str]) -> list[str]:
+    """Drop results that their client has, those of this lane; nobody frees the results of others."""
     rows = [futures.get(c, request_id) for request_id in request_ids]
-    futures.release(c, [row.request_id for row in rows if row is not None and row.lane == lane])
+    released = [row.request_id for row in rows if row is not None and row.lane == lane]
+    futures.release(c, released)
+    return released
 
 
 def set_snapshot(c: Connection, model_id: str, seq_id: int, name: str) -> str | None:

@@ -473,8 +473,7 @@ class Scheduler:
     ) -> tuple[list[Completion], int]:
         """What finished since ``prev_cursor``, waiting for the first if there is nothing yet."""
         if retrieved_ids:
-            await self.store.write(records.release, sampling_session_id, retrieved_ids)
-            for request_id in retrieved_ids:
+            for request_id in await self.store.write(records.release, sampling_session_id, retrieved_ids):
                 self.recorder.forget(request_id)
         return await self.completions_log.after(sampling_session_id, clone_id, prev_cursor, timeout)
 

@@ -5,7 +5,6 @@ Polls are held until there is something to say or `poll_seconds` are over. They 
 """
 
 import orjson
-from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -91,22 +90,15 @@ async def retrieve_futures(request: Request) -> Response:
     target = body.target
     await find_sampler(request, target.sampling_session_id)
     longest = context.settings.poll_seconds
-    fetched = await context.store.read(results_of, target.sampling_session_id, body.retrieved_request_ids)
     waiting = context.scheduler.completions(
         target.sampling_session_id,
         target.cloned_sampler_id,
         body.prev_cursor,
         longest if body.timeout is None else min(body.timeout, longest),
-        fetched,
+        [request_id for request_id in body.retrieved_request_ids if is_id(request_id)],
     )
     found, cursor = await hold(request, waiting)
     return reply(types.FuturesRetrieveResponse(completions=[completion(item) for item in found], cursor=cursor))
-
-
-def results_of(c: Connection, sampling_session_id: str, request_ids: list[str]) -> list[str]:
-    """Those of the ids that are samples of this session: nobody frees the results of others."""
-    found = (futures.get(c, request_id) for request_id in request_ids if is_id(request_id))
-    return [row.request_id for row in found if row is not None and row.lane == sampling_session_id]
 
 
 def completion(item: Completion) -> types.FutureFinished | types.FutureFailed:
