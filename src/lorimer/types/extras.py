@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+TORCH = "PyTorch (pip install torch)"
+
 
 def load(module: str, purpose: str, package: str) -> Any:
     """The module, or an ``ImportError`` that says what it is needed for and how to get it."""
@@ -13,4 +15,4 @@ def load(module: str, purpose: str, package: str) -> Any:
 
 
 def load_torch(purpose: str) -> Any:
-    return load("torch", purpose, "PyTorch (pip install torch)")
+    return load("torch", purpose, TORCH)
