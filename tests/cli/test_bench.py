@@ -7,21 +7,21 @@ import sys
 
 import pytest
 
-from tests.cli.commands import CommandLine
-from tests.cli.conftest import MODEL
-from tests.conformance.servers import environment
+from tests.cli.conftest import MODEL, command_line
+from tests.conformance.servers import RunningServer, environment
 
 RATES = ("train_tokens_per_second", "sample_1x16_tokens_per_second", "sample_8x1_tokens_per_second")
 
 
-def test_against_a_server(alice: CommandLine):
-    found = alice.json("bench", "--seconds", "1", "--rank", "2")
-    assert (found["model"], found["server"], found["rank"]) == (MODEL, alice.url, 2)
+def test_against_a_server(server: RunningServer):
+    user = command_line(server, "measurer")  # what the others used is counted by other tests
+    found = user.json("bench", "--seconds", "1", "--rank", "2")
+    assert (found["model"], found["server"], found["rank"]) == (MODEL, user.url, 2)
     assert all(found[name] > 10 for name in RATES)
     assert 0 < found["request_ms"] < 1000
     assert found["operation_ms"] <= found["operation_p90_ms"]
     assert found["engine_bytes"] is None
-    code, message = alice.refused("bench", "--model", "other")
+    code, message = user.refused("bench", "--model", "other")
     assert (code, repr(MODEL) in message) == (2, True)
 
 

@@ -16,7 +16,7 @@ def demo(
         str | None, typer.Option("--base-url", help="A server; without one it runs in this process.")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are kept; a new directory if not given.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.")] = 40,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
 ) -> None:
     """Watch a model learn to add: supervised, then by reinforcement learning, in less than three minutes."""
