@@ -1,7 +1,5 @@
 """Which runs an engine holds when there are more than it has room for."""
 
-from itertools import pairwise
-
 import pytest
 
 from lorimer.engine import messages
@@ -109,7 +107,6 @@ async def test_runs_that_wait_take_turns_with_those_in_memory(crowded, monkeypat
         await crowded.done(accepted)
     assert sorted(loads[:5]) == [0, 1, 2, 3, 4]
     assert len(loads) > 5, "all were done before anybody had to wait"
-    assert all(left != right for left, right in pairwise(loads)), loads
     for run in runs:
         assert_equal_weights(await crowded.save(user, run, 3 * STEPS + 1, "end"), expected)
 
