@@ -7,6 +7,7 @@ import logging
 import pytest
 import tinker
 from tinker import types
+from tinker.lib.session_futures_poller import SessionFuturesPoller
 
 from tests.conformance.coverage import covers
 from tests.conformance.samples import MODEL, RANK, batch, eventually, fetch, flat_logprobs, prompt_of, tokens_of
@@ -45,23 +46,26 @@ def test_waiting_too_briefly_loses_nothing(service):
     assert len(future.result().sequences) == 8
 
 
-async def test_abandoned_sample_is_cancelled_on_the_server(alice, rest):
-    """The SDK can cancel only what it knows the name of: a task given up before that is tried again."""
+async def test_abandoned_sample_is_cancelled_on_the_server(alice, rest, monkeypatch):
+    """It is given up once the SDK waits for it by name: before that the SDK has nothing to cancel."""
+    waited_for, wait_for = [], SessionFuturesPoller.wait_for
+
+    async def noting(poller, request_id):
+        waited_for.append(request_id)
+        return await wait_for(poller, request_id)
+
+    monkeypatch.setattr(SessionFuturesPoller, "wait_for", noting)
     with alice.service() as service:
         client = service.create_sampling_client(base_model=MODEL)
         client.sample(prompt_of([5, 6]), 1, types.SamplingParams(max_tokens=1)).result()
+        task = asyncio.ensure_future(client.sample_async(prompt_of(tokens_of(8, 1)), 200, LONG))
+        await asyncio.to_thread(eventually, lambda: len(waited_for) == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         identifier = service.holder.get_session_id()
-        for attempt in range(1, 6):
-            task = asyncio.ensure_future(client.sample_async(prompt_of(tokens_of(8, 1)), 200, LONG))
-            while len(await asyncio.to_thread(sample_states, rest, identifier)) < 1 + attempt:
-                await asyncio.sleep(0.02)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.to_thread(eventually, lambda: set(sample_states(rest, identifier)) <= {"cancelled", "done"})
-            if "cancelled" in sample_states(rest, identifier):
-                return
-        pytest.fail("no sample was cancelled")
+        ended = lambda: sorted(sample_states(rest, identifier)) == ["cancelled", "done"]  # noqa: E731
+        await asyncio.to_thread(eventually, ended)
 
 
 def sample_states(rest, session_id):
