@@ -40,7 +40,9 @@ def test_overview(service, data, tokenizer):
         sampling_client = training_client.save_weights_and_get_sampling_client("my-model")
     prompt = types.ModelInput.from_ints(tokenizer.encode("Hello"))
     result = sampling_client.sample(prompt, 1, types.SamplingParams(max_tokens=20)).result()
-    assert tokenizer.decode(result.sequences[0].tokens) is not None
+    tokens = result.sequences[0].tokens
+    assert 1 <= len(tokens) <= 20
+    assert isinstance(tokenizer.decode(tokens), str)
 
 
 async def test_forward(training_client, data):

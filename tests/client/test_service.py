@@ -12,6 +12,7 @@ from lorimer import types
 from lorimer.client import connection, errors
 from lorimer.client.transport import Transport
 from tests.client.examples import batch
+from tests.conformance.samples import eventually
 
 
 def test_with_finishes_the_session_and_says_how(server):
@@ -72,13 +73,26 @@ def test_samplers_and_who_is_asking(service):
     assert rest.whoami().result().user_urn
 
 
-def test_administration(server, trainer):
-    trainer.forward_backward(batch(), "cross_entropy").result()
+def test_administration(server):
     admin = lorimer.AdminClient(base_url=server.url)
-    assert admin.get_audit_log().result().entries is not None
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-    assert admin.get_billing_usage(hour, hour + timedelta(hours=1)).result().data is not None
-    assert admin.get_current_checkpoint_storage_usage().result().data is not None
+    with lorimer.ServiceClient(base_url=server.url, project_id="counted") as service:
+        trainer = service.create_lora_training_client("lorimer/debug", rank=2)
+        data = batch()
+        trainer.forward_backward(data, "cross_entropy").result()
+        path = trainer.save_state("counted").result().path
+        session_id = service.holder.session_id
+
+    def trained() -> list[int]:
+        found = admin.get_billing_usage(hour, hour + timedelta(hours=2)).result().data
+        events = [event.event_info for event in found if event.session_id == session_id]
+        return [event.token_count for event in events if event.type == "training"]
+
+    eventually(lambda: trained() == [sum(datum.model_input.length for datum in data)])
+    saved = [entry for entry in admin.get_audit_log("checkpoints").result().entries if entry.tinker_path == path]
+    assert [(entry.event, entry.model_id) for entry in saved] == [("checkpoint_saved", trainer.model_id)]
+    (storage,) = admin.get_current_checkpoint_storage_usage(project_id="counted").result().data
+    assert (storage.checkpoint_count, storage.size_bytes > 0) == (1, True)
 
 
 def test_accessible(server, monkeypatch):

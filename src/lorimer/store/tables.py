@@ -327,4 +327,9 @@ idempotency = Table(
 
 def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
     """The database's own INSERT, which has ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
-    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
+    return insert_for(connection.dialect.name, table)
+
+
+def insert_for(dialect: str, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """The same by the name of the database, for statements that are built once."""
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

@@ -9,7 +9,7 @@ from typing import Literal
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from lorimer.store.tables import usage
+from lorimer.store.tables import insert_for, usage
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"]
 
@@ -62,7 +62,7 @@ def record(c: Connection, items: list[UsageItem]) -> None:
 
 @lru_cache  # building it takes as long as all else that ends a request
 def _add(dialect: str) -> sqlite.Insert | postgresql.Insert:
-    statement = postgresql.insert(usage) if dialect == "postgresql" else sqlite.insert(usage)
+    statement = insert_for(dialect, usage)
     added = {"amount": usage.c.amount + statement.excluded.amount}
     return statement.on_conflict_do_update(index_elements=_KEY, set_=added)
 
