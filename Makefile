@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := lorimer/types/tinker.proto
-# Tests that have servers of their own, share them, and kill them: these need the machine to themselves.
-WHOLE := tests/client tests/conformance tests/faults tests/test_docs.py
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -13,16 +11,14 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## Train the bundled model for a minute or two; loss and samples before and after
-	$(BIN)/python -m lorimer.engine.demo
+demo: $(INSTALLED) ## Watch the bundled model learn to add, in three minutes; FLAGS="--model ..." adds flags
+	$(BIN)/python -m lorimer.cli.main demo $(FLAGS)
 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
 	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
 test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --dist=loadfile \
-		$(addprefix --ignore=,$(WHOLE))
-	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 $(WHOLE)
+	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --no-loadscope-reorder
 
 test-slow: $(INSTALLED) ## Run the tests that are slow or download something
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -102,8 +102,27 @@ def server(tmp_path_factory):
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_readme_example_runs(code, server, tmp_path):
     settings = environment(TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
+    settings["LORIMER_DATA"] = str(tmp_path / "data")  # for those that are a server themselves
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+
+
+GUIDES = [ROOT / "docs" / "sdk.md"]
+"""Pages whose examples are one program."""
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=[path.name for path in GUIDES])
+def test_guide_runs_from_top_to_bottom(path, server, tmp_path):
+    program = "\n".join(fenced(path.read_text("utf-8"), "python"))
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(LORIMER_BASE_URL=server.url),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert run.returncode == 0, run.stderr
 

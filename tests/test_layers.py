@@ -24,8 +24,11 @@ MAY_IMPORT = {
     "cookbook": {"types", "client"},
     "recipes": {"types", "client", "cookbook"},
 }
-MAY_IMPORT_IN_FUNCTIONS = {"cli": {"server"}, "client": {"server.app", "server.sources"}}
-"""On top of the above, where the module is loaded only when it is needed: to serve, or to be a server oneself."""
+MAY_IMPORT_IN_FUNCTIONS = {
+    "cli": {"server", "engine", "cookbook", "recipes"},
+    "client": {"server.app", "server.sources"},
+}
+"""On top of the above, where a module is loaded only when it is needed: to serve, to export, to embed a server."""
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
 MAY_LOAD_TORCH = {"engine", "cluster", "cookbook", "recipes"}

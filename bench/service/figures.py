@@ -20,8 +20,9 @@ AIMS = {
     "heartbeat": most(50),
     "submit": most(50),
     "growth": most(1.05),
+    "sdk overhead": most(1),
 }
-"""By what a figure is about; times are in milliseconds, growth and fairness are ratios."""
+"""By what a figure is about; times are in milliseconds, growth, fairness and overhead are ratios."""
 
 
 @dataclass(frozen=True, kw_only=True)

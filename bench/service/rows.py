@@ -1,23 +1,21 @@
-"""What is measured: five loads, each against a server of its own.
+"""What is measured: six loads, each against a server of its own.
 
 Every load counts what it got back: a request that was accepted and not answered, or answered wrongly, is lost.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bench.service.client import ENGINE_DATUM, RANK, SEED, Run, Sampler, Session, wait
 from bench.service.figures import Figure, median, percentile, spread
 from bench.service.http import HttpPool
 from bench.service.pollers import pollers
-from bench.service.server import MODEL, BenchServer, Weight, allow_files, running_server
-from bench.timing import Progress
+from bench.service.sdk import sdk
+from bench.service.server import MODEL, Weight, allow_files
+from bench.service.setting import Bench, timed
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import CreateRun, ForwardBackward, LoraConfig, TrainBatch
 from lorimer.engine.process import EngineProcess
@@ -29,67 +27,6 @@ FIRST_NUMBER = 2
 """Of operations that wait: number 1 comes last."""
 HEARTBEAT_SECONDS = 0.01
 SETTLE_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How much of everything."""
-
-    num_calls: int = 400
-    num_samples: int = 1000
-    sample_tokens: int = 16
-    num_clients: int = 100
-    num_steps: int = 20
-    num_waiting: int = 5000
-    num_heartbeats: int = 1000
-    long_clients: int = 4
-    long_steps: int = 3000
-    num_weighings: int = 24
-
-
-FULL = Sizes()
-QUICK = Sizes(
-    num_calls=10,
-    num_samples=40,
-    sample_tokens=4,
-    num_clients=6,
-    num_steps=3,
-    num_waiting=60,
-    num_heartbeats=20,
-    long_clients=2,
-    long_steps=40,
-    num_weighings=8,
-)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What rows share."""
-
-    root: Path
-    sizes: Sizes
-    num_threads: int
-    progress: Progress
-    shared: BenchServer | None = None
-    """One server for all rows, to save the time of starting several."""
-
-    @asynccontextmanager
-    async def server(self, name: str, **settings: object) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
-        """A fresh server with an empty directory, or the shared one."""
-        with ExitStack() as ending:
-            server = self.shared
-            if server is None:
-                self.progress(f"{name}: starting a server")
-                server = ending.enter_context(running_server(self.root / name, self.num_threads, **settings))
-            pool = HttpPool(server.host, server.port)
-            ending.callback(pool.close)
-            yield server, pool
-
-
-async def timed(work: Awaitable[object]) -> float:
-    start = time.perf_counter()
-    await work
-    return time.perf_counter() - start
 
 
 # ── latency ───────────────────────────────────────────────────────────────────────────────────────────
@@ -404,4 +341,5 @@ ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "clients": clients,
     "waiting": waiting,
     "growth": growth,
+    "sdk": sdk,
 }

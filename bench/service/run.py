@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.service.figures import Figure, table
-from bench.service.rows import FULL, QUICK, ROWS, Bench
+from bench.service.rows import ROWS
 from bench.service.server import running_server
+from bench.service.setting import FULL, QUICK, Bench
 from bench.timing import say
 
 SHARED = {"gap_seconds": 3600, "result_seconds_after_fetch": 1, "sweep_seconds": 0.5}

@@ -9,10 +9,10 @@ import sqlite3
 import pytest
 
 from lorimer.server.app import running
-from lorimer.server.control import CreateKey, ListKeys, RevokeKey, ask_server
+from lorimer.server.control import CreateKey, DescribeServer, ListKeys, RevokeKey, ask_server
 from lorimer.server.keys import run_key_command
 from lorimer.server.settings import Settings
-from tests.cli.test_main import lorimer
+from tests.cli.commands import lorimer
 
 
 def test_create_list_revoke(tmp_path):
@@ -29,9 +29,10 @@ def test_create_list_revoke(tmp_path):
     keys = json.loads(lorimer("key", "list", "--data", data, "-f", "json").stdout)
     assert [(key["key_id"], key["name"], key["revoked_at"]) for key in keys] == [(1, "laptop", None)]
     assert "secret" not in keys[0]
-    assert lorimer("key", "revoke", 1, "--data", data).exit_code == 0
+    revoked = lorimer("key", "revoke", 1, "--data", data, "-f", "json")
+    assert json.loads(revoked.stdout) == {"key_id": 1, "revoked": True}
     again = lorimer("key", "revoke", 1, "--data", data)
-    assert (again.exit_code, "there is no valid key 1" in again.stderr) == (1, True)
+    assert (again.exit_code, "there is no valid key 1" in again.stderr) == (4, True)
     assert "revoked" in lorimer("key", "list", "--data", data).stdout
 
 
@@ -62,6 +63,7 @@ async def test_commands_reach_the_server_only_while_it_runs(tmp_path):
         assert (settings.data / "control").stat().st_mode & 0o777 == 0o600
         reply = await in_thread(ask_server, settings.data, CreateKey("alice", "a"))
         assert reply.keys[0].secret
+        assert (await in_thread(ask_server, settings.data, DescribeServer())).url == ""
     assert ask_server(settings.data, ListKeys()) is None
     listed = await in_thread(run_key_command, settings, ListKeys())
     assert [(key.name, key.secret) for key in listed.keys] == [("a", None)]

@@ -53,6 +53,22 @@ def test_forgotten_result_is_explained(trainer):
     future.result()
 
 
+def test_forgotten_result_of_a_sample_is_explained(service):
+    sampler = service.create_sampling_client(base_model="lorimer/debug")
+    future = sampler.sample(INPUT, 1, types.SamplingParams(max_tokens=1))
+    with pytest.raises(AttributeError, match=r"use \.result\(\), or await"):
+        future.sequences  # noqa: B018
+    future.result()
+
+
+async def test_forgotten_second_await_is_explained(trainer):
+    good = types.Datum(INPUT, {"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
+    future = await trainer.forward_async([good], "cross_entropy")
+    with pytest.raises(AttributeError, match="await the future"):
+        future.loss  # noqa: B018
+    assert (await future).loss > 0
+
+
 def test_blocking_call_in_a_loop_is_remarked(trainer, caplog):
     async def main():
         return trainer.get_info()

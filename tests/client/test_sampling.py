@@ -80,6 +80,13 @@ async def test_async_twins(service):
     assert await sampler.get_base_model_async() == "lorimer/debug"
 
 
+async def test_future_of_a_sample_can_be_awaited(sampler):
+    """Other than that of the official SDK, which has only ``result``."""
+    one, other = await asyncio.gather(sampler.sample(prompt(), 1, PARAMS), sampler.compute_logprobs(prompt()))
+    assert (await sampler.sample(prompt(), 1, PARAMS)).sequences[0].tokens == one.sequences[0].tokens
+    assert len(other) == prompt().length
+
+
 async def test_sample_that_nobody_awaits_is_given_up_and_others_go_on(sampler):
     long = types.SamplingParams(max_tokens=400, stop=[])
     with pytest.raises(TimeoutError):

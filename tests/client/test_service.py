@@ -39,6 +39,28 @@ def test_session_carries_what_it_was_given(service, server):
     assert service.get_console_url() == f"{server.url}/console/sessions/{service.holder.session_id}"
 
 
+def test_every_flag_that_the_sdk_knows_and_the_server_serves_is_on(service):
+    connection = service.holder.connection
+    flags = ("proto_compress_fwdbwd", "create_model_via_load_weights", "sample_use_retrieve_futures")
+    flags += ("sample_join_sampling_session", "custom_loss_server_side")
+    assert [name for name in flags if not getattr(connection.config, name)] == []
+    assert connection.dynamic.sample_cancel_enabled
+
+
+def test_heartbeat_of_a_finished_session_is_gone(server, service):
+    def beat(session):
+        body = {"session_id": session.get_session_id(), "type": "session_heartbeat"}
+        call = service.holder.connection.transport.call("POST", "/api/v1/session_heartbeat", body, patience=0)
+        return service.holder.run_coroutine_threadsafe(call).result()
+
+    with lorimer.ServiceClient(base_url=server.url) as other:
+        session = other.holder
+        assert beat(session).status_code == 200
+    with pytest.raises(lorimer.APIStatusError) as refused:
+        beat(session)
+    assert refused.value.status_code == 410
+
+
 async def test_runs_and_checkpoints(service, trainer):
     rest = service.create_rest_client()
     path = (await trainer.save_state("listed", ttl_seconds=7200)).path

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import tinker
 
 from tests.conformance.samples import MODEL, RANK, TWIN
 from tests.conformance.servers import RunningServer, create_key, running_server
+from tests.conformance.users import User
 
 # The SDK leaves its first connection of each client to the garbage collector.
 LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -38,23 +38,6 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 def no_garbage_for_others() -> Iterator[None]:
     yield
     gc.collect()
-
-
-@dataclass(frozen=True)
-class User:
-    """A user of the server with keys."""
-
-    url: str
-    key: str
-
-    def service(self, **arguments: object) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key, **arguments)
-
-    def rest(self) -> tinker.RestClient:
-        return tinker.RestClient(base_url=self.url, api_key=self.key)
-
-    def admin(self) -> tinker.AdminClient:
-        return tinker.AdminClient(base_url=self.url, api_key=self.key)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,12 +90,12 @@ def service(alice: User) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rest(alice: User) -> tinker.RestClient:
     return alice.rest()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def admin(alice: User) -> tinker.AdminClient:
     return alice.admin()
 

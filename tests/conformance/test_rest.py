@@ -186,7 +186,7 @@ async def test_lifetime_is_set_and_taken_away(rest, learned, path):
 
 
 @covers("RestClient.copy_weights", "RestClient.copy_weights_async")
-async def test_copy_into_a_project(rest, service, learned, bob, path):
+async def test_copy_into_a_project(rest, service, learned, alice, bob, path):
     copy = rest.copy_weights(path, "shelf", ttl_seconds=3600).result()
     other = await rest.copy_weights_async(path, "shelf")
     assert len({path, copy, other}) == 3
@@ -194,7 +194,7 @@ async def test_copy_into_a_project(rest, service, learned, bob, path):
     np.testing.assert_allclose(current_logprobs(loaded, DATA), current_logprobs(learned, DATA), atol=1e-6)
     with pytest.raises(tinker.NotFoundError):
         bob.rest().copy_weights(path, "stolen").result()
-    theirs = bob.rest().copy_weights(path, "given", weights_access_token=service.holder._api_key).result()
+    theirs = bob.rest().copy_weights(path, "given", weights_access_token=alice.key).result()
     assert theirs in [one.tinker_path for one in bob.rest().list_user_checkpoints().result().checkpoints]
 
 
@@ -236,7 +236,7 @@ def test_session_of_another_user_does_not_exist(service, bob):
 
 
 @covers("RestClient.search_sessions", "RestClient.search_sessions_async")
-@pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 async def test_sessions_are_found_by_every_condition(alice, rest):
     made = []
     for number in range(3):
@@ -269,7 +269,7 @@ async def test_sessions_are_found_by_every_condition(alice, rest):
 
 
 @covers("RestClient.assign_session_project", "RestClient.assign_session_project_async")
-@pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 async def test_session_is_put_into_a_project_with_its_runs(alice, rest):
     with alice.service() as service:
         trainer = service.create_lora_training_client(MODEL, rank=RANK)

@@ -250,10 +250,10 @@ def test_pickled_clients_get_numbers_of_their_own(sampler):
     assert all(copy._request_id_counter == number * 10**9 + 1 for copy, number in zip(copies, numbers, strict=True))
 
 
-IN_ANOTHER_PROCESS = """
+IN_ANOTHER_PROCESS = f"""
 import sys
 sys.modules["torch"] = None  # the SDK does without
-import tinker
+import {tinker.__name__} as tinker
 client = tinker.SamplingClient.from_sampler_handle(sys.argv[1])
 params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
 prompt = tinker.ModelInput.from_ints([int(token) for token in sys.argv[2].split(",")])

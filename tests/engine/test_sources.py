@@ -263,7 +263,7 @@ def test_only_one_of_many_makes_a_model_and_the_others_wait(cache):
         (directory / "b").write_text("2")
 
     def ask() -> None:
-        made = sources._made_once(cache, "x", make, lambda text, fraction: said.append(text))
+        made = sources.made_once(cache, "x", make, lambda text, fraction: said.append(text))
         assert sorted(path.name for path in made.iterdir()) == ["a", "b"]
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -284,10 +284,10 @@ def test_a_maker_that_fails_or_was_killed_leaves_no_model(cache):
         raise ModelRefused("no")
 
     with pytest.raises(ModelRefused):
-        sources._made_once(cache, "x", fail, lambda text, fraction: None)
+        sources.made_once(cache, "x", fail, lambda text, fraction: None)
     assert not (cache / "models" / "x").exists()
     assert not (cache / "models" / ".x.partial").exists()
-    made = sources._made_once(cache, "x", lambda directory: (directory / "a").touch(), lambda text, fraction: None)
+    made = sources.made_once(cache, "x", lambda directory: (directory / "a").touch(), lambda text, fraction: None)
     assert [path.name for path in made.iterdir()] == ["a"]
 
 

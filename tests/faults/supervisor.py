@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,13 @@ class Supervisor:
     """Use as a context. ``exit_codes`` are those of the servers that have ended, in order."""
 
     def __init__(
-        self, data: Path, *, log: Path | None = None, extra: dict[str, str] | None = None, **settings: object
+        self,
+        data: Path,
+        *,
+        models: Sequence[str] = (MODEL,),
+        log: Path | None = None,
+        extra: dict[str, str] | None = None,
+        **settings: object,
     ) -> None:
         """``extra`` are environment variables of the server."""
         self.data, self.port = data, free_port()
@@ -38,7 +44,7 @@ class Supervisor:
         self.log = log or data.parent / f"{data.name}.log"
         self.exit_codes: list[int] = []
         self._command = [*LORIMER, "serve", "--port", str(self.port), "--data", str(data), "--dtype", "float32"]
-        self._command += ["--model", MODEL, "--log-format", "json"]
+        self._command += ["--log-format", "json", *(f"--model={model}" for model in models)]
         for name, value in ({"num_threads": 1} | settings).items():
             self._command += ["--set", f"{name}={value}"]
         self._environment = environment(**(extra or {}))

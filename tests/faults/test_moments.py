@@ -163,7 +163,8 @@ def test_nothing_is_left_of_what_killed_processes_wrote(places):
     with closing(sqlite3.connect(f"file:{server.data / 'lorimer.db'}?mode=ro", uri=True)) as database:
         for place, query in {
             "weights": "select name from weights",
-            "snapshots": "select snapshot_name from runs where snapshot_name is not null",
+            "snapshots": "select snapshot_name from runs where snapshot_name is not null"
+            " union select newest_name from runs where newest_name is not null",
         }.items():
             assert {path.name for path in (server.data / place).iterdir()} == {
                 name for (name,) in database.execute(query)

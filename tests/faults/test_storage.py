@@ -1,6 +1,7 @@
 """Faults of the data directory: another server in it, a damaged snapshot, a disk that is full."""
 
 import os
+import signal
 import sqlite3
 import subprocess
 import time
@@ -38,8 +39,8 @@ def one_more_step(server: Supervisor, program: RunningProgram) -> dict[str, Any]
         return dict(answer.raise_for_status().json())
 
 
-def test_a_second_server_and_a_damaged_snapshot(tmp_path):
-    """Each harms nobody but itself."""
+def test_a_second_server_and_damaged_snapshots(tmp_path):
+    """Each harms nobody but itself, and one damaged snapshot nobody at all."""
     keys = [create_key(tmp_path / "data", user) for user in ("alice", "bob")]
     plan = Plan(steps=4, sample_every=0, save_every=0)
     with Supervisor(tmp_path / "data", snapshot_seconds=0.01) as server:
@@ -49,10 +50,12 @@ def test_a_second_server_and_a_damaged_snapshot(tmp_path):
         finish_all(programs)
         refuse_second_server(server)
         assert one_more_step(server, alice)["metrics"]["optimizer_step"] == 5
-        eventually(lambda: all(snapshot_of(server, program).is_dir() for program in programs), "snapshots")
-        flip_a_byte(snapshot_of(server, alice) / "training_state.safetensors")
-        server.kill("both")
-        server.wait_until_ready()
+        eventually(lambda: all(snapshots_of(server, program) for program in programs), "snapshots")
+        flip_a_byte(two_snapshots(server, alice)[0] / "training_state.safetensors")
+        assert one_more_step(server, alice)["metrics"]["optimizer_step"] == 6
+        assert "falling back on an older snapshot" in server.logged()
+        for snapshot in two_snapshots(server, alice):
+            flip_a_byte(snapshot / "training_state.safetensors")
         answer = one_more_step(server, alice)
         assert "training_state.safetensors" in answer["error"] and "damaged" in answer["error"], answer
         assert str(tmp_path) not in answer["error"]
@@ -69,9 +72,27 @@ def refuse_second_server(server: Supervisor) -> None:
     assert f"is in use by process {server.pid} on " in second.stderr
 
 
-def snapshot_of(server: Supervisor, program: RunningProgram) -> Path:
-    name = record(server, "select snapshot_name from runs where model_id = ?", program.model_id)
-    return server.data / "snapshots" / str(name)
+def snapshots_of(server: Supervisor, program: RunningProgram) -> list[Path]:
+    """The newest first."""
+    columns = ("newest_name", "snapshot_name")
+    names = [record(server, f"select {column} from runs where model_id = ?", program.model_id) for column in columns]
+    return [server.data / "snapshots" / name for name in names if name is not None]
+
+
+def restart(server: Supervisor) -> None:
+    """End the server in order, and wait for the next."""
+    ended = len(server.exit_codes)
+    server.send(signal.SIGTERM)
+    assert server.wait_for_end(ended) == 0
+    server.wait_until_ready()
+
+
+def two_snapshots(server: Supervisor, program: RunningProgram) -> list[Path]:
+    """A server that ends secures every run once more, and the next loads none before it is used."""
+    restart(server)
+    found = snapshots_of(server, program)
+    assert len(found) == 2
+    return found
 
 
 def flip_a_byte(path: Path) -> None:
@@ -100,6 +121,7 @@ def test_a_full_disk_makes_everybody_wait(tmp_path, small_disk):
     filler = small_disk / "filler"
     with Supervisor(data, log=tmp_path / "log", snapshot_seconds=0.3) as server:
         expected = expectation(RunningProgram(server.url, key, plan, tmp_path / "undisturbed").finish())
+        restart(server)  # which empties the database's log; a long one is written over and needs no more room
         program = RunningProgram(server.url, key, plan, tmp_path / "disturbed")
         try:
             eventually(lambda: program.num_steps >= 8 or not program.is_running, "some steps")
@@ -115,7 +137,7 @@ def test_a_full_disk_makes_everybody_wait(tmp_path, small_disk):
             filler.unlink(missing_ok=True)
             program.stop()
         assert_same(program, expected)
-        assert not server.exit_codes
+        assert server.exit_codes == [0]
 
 
 def fill(path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
+from lorimer.scheduler.intake import Accepted
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.operation import Outcome
-from lorimer.scheduler.scheduler import Accepted, Scheduler
+from lorimer.scheduler.scheduler import Scheduler
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -96,6 +97,15 @@ class Service:
         accepted = await self.scheduler.create_model(user, session, request)
         await self.done(accepted)
         return await self.run(accepted.model_id)
+
+    async def park(self, user: User, run: Run) -> Run:
+        """Have a run leave the engine, which ends with a snapshot; gives its row."""
+        await self.scheduler.unload(user, run)
+        while (state := self.training.runs.get(run.model_id)) is not None and (state.phase == "loaded" or state.saving):
+            if state.saving is None:
+                self.training.unload(state)
+            await asyncio.sleep(0.005)
+        return await self.run(run.model_id)
 
     async def run(self, model_id: str) -> Run:
         run = await self.store.read(runs.get_run, model_id)

@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from lorimer import types
 from lorimer.errors import Busy, InvalidInput
+from lorimer.scheduler.stats import QueuedRequests
 from lorimer.store import futures, samplers
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
 from tests.scheduler.service import Service, training_request
@@ -224,7 +225,7 @@ async def test_a_loaded_run_starts_from_what_was_saved(service):
     loaded = await service.scheduler.load_weights(user, copy, 1, path=path, weights=weights, optimizer=True)
     behind = await service.train(user, copy, 2)
     await service.done(loaded)
-    assert (await service.run(copy.model_id)).snapshot_seq == 1
+    assert (await service.run(copy.model_id)).resume_seq == 1
     expected = decode_forward_backward_output(await service.done(await service.train(user, run, 4)))
     found = decode_forward_backward_output(await service.done(behind))
     assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], abs=1e-6)
@@ -232,7 +233,7 @@ async def test_a_loaded_run_starts_from_what_was_saved(service):
     made = await service.scheduler.create_from_weights(user, session, request, weights)
     assert json.loads(await service.done(made)) == {"type": "load_weights", "path": path, "model_id": made.model_id}
     third = await service.run(made.model_id)
-    assert third.snapshot_seq == 0
+    assert third.resume_seq == 0
     found = decode_forward_backward_output(await service.done(await service.train(user, third, 1)))
     assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], abs=1e-6)
 
@@ -262,14 +263,16 @@ async def test_what_there_is_to_do_can_be_asked(service):
     run = await service.create(user, session)
     behind = await service.train(user, run, 2)
     stats = service.scheduler.stats()
-    assert stats.open_requests["forward_backward"] >= 1
     assert stats.operations_by_run[run.model_id] == 1
-    assert stats.operations_by_user[user.user_id] == 1
+    assert stats.requests_by_kind["forward_backward"] >= 1
+    assert [entry for entry in stats.queued if entry.user_id == user.user_id] == [
+        QueuedRequests(user.user_id, "forward_backward", num_requests=1, num_tokens=20)
+    ]
     pending = await service.outcome(behind, 0.05)
     assert pending.reason == "waiting for operation 1 of this run, which has not arrived"
     await service.train(user, run, 1)
     await service.done(behind)
-    assert user.user_id not in service.scheduler.stats().operations_by_user
+    assert user.user_id not in service.scheduler.stats().requests_by_user
 
 
 async def test_the_sweep_keeps_the_disk_and_the_memory_small(service, monkeypatch):
@@ -281,8 +284,7 @@ async def test_the_sweep_keeps_the_disk_and_the_memory_small(service, monkeypatc
         for seq_id in range(20 * turn + 1, 20 * turn + 20):
             await service.done(await service.train(user, run, seq_id))
         await service.done(await service.scheduler.save_ephemeral(user, run, 20 * turn + 20, turn))
-        await service.scheduler.unload(user, run)  # which ends with a snapshot
-        await until_absent(service, run)
+        await service.park(user, run)
         await service.scheduler.notes.flush()
         limits = replace(service.scheduler.limits, ephemeral_samplers_per_run=2, **now)
         monkeypatch.setattr(service.scheduler, "limits", limits)
@@ -290,7 +292,7 @@ async def test_the_sweep_keeps_the_disk_and_the_memory_small(service, monkeypatc
         monkeypatch.undo()
         rows.append(len(await service.store.read(futures.journal, run.model_id, -1)))
         directories.append(len(list(service.directory.weights.iterdir())))
-    assert max(rows) == 0  # all is in the snapshot, and the clients have their results
+    assert rows == [20] * 4  # the clients have their results; the rest is what the last but one snapshot lacks
     assert directories[3] <= directories[1]
     assert [s.seq for s in await service.store.read(samplers.list_samplers, session.session_id)] == [2, 3]
     step = json.loads(await service.done(await service.step(user, run, 81)))
@@ -302,9 +304,7 @@ async def test_a_run_that_nobody_uses_expires(service, monkeypatch):
     user, session = await service.session("leaving")
     run = await service.create(user, session)
     await service.done(await service.train(user, run, 1))
-    await service.scheduler.unload(user, run)
-    await until_absent(service, run)
-    snapshot = (await service.run(run.model_id)).snapshot_name
+    snapshot = (await service.park(user, run)).resume_name
     assert (service.directory.snapshots / snapshot).is_dir()
     await service.scheduler.notes.flush()
     monkeypatch.setattr(
@@ -316,8 +316,3 @@ async def test_a_run_that_nobody_uses_expires(service, monkeypatch):
     with pytest.raises(InvalidInput, match="has expired"):
         await service.train(user, await service.run(run.model_id), 2)
     assert service.scheduler.open == {}
-
-
-async def until_absent(service, run):
-    while (state := service.training.runs.get(run.model_id)) is not None and state.phase == "loaded":
-        await asyncio.sleep(0.01)

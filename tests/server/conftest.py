@@ -1,6 +1,6 @@
-"""A real server in this process, for tests that need no model: its engine is never started."""
+"""Real servers for tests that need no model: in this process, their engine never started, or in one of their own."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lorimer.engine.debug import make_debug_model
 from lorimer.server.app import create_app
 from lorimer.server.bodies import decode, read_body
 from lorimer.server.context import Context
 from lorimer.server.settings import Settings
 from lorimer.store import users
 from lorimer.types import TelemetrySendRequest
+from tests.server.processes import Process
+from tests.server.routes.conftest import MODEL, Client
 
 
 @dataclass
@@ -58,6 +61,8 @@ TEST_ROUTES = [
 ]
 """Beside the routes of the application, so that its layers can be seen to work."""
 
+Launch = Callable[..., Process]
+Serve = Callable[..., AbstractAsyncContextManager[tuple[Process, Client]]]
 Start = Callable[..., AbstractAsyncContextManager[Running]]
 
 
@@ -73,5 +78,48 @@ def start(tmp_path: Path) -> Start:
             transport = httpx2.ASGITransport(app=app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
                 yield Running(app, app.state.context, http)
+
+    return begin
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts ``lorimer serve`` with flags; all end with the test."""
+    started: list[Process] = []
+
+    def begin(*flags: str, **options: Any) -> Process:
+        started.append(Process(tmp_path, *flags, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_debug_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model: Path) -> Serve:
+    """A server on one data directory, killed with its engine at the end of the block."""
+
+    @asynccontextmanager
+    async def begin(name: str = "place", models: str = "", **settings: object) -> AsyncIterator[tuple[Process, Client]]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        flags = [f"--set={key}={value}" for key, value in {"poll_seconds": 20, **settings}.items()]
+        served = models or f"{MODEL}={model}"
+        server = Process(folder, "--model", served, "--dtype", "float32", *flags).wait_until_ready()
+        try:
+            async with httpx2.AsyncClient(base_url=server.url, timeout=60) as http:
+                yield server, Client(http, "local")
+        finally:
+            engines = server.engines()
+            server.close()  # SIGKILL
+            for engine in engines:
+                engine.wait(30)
 
     return begin

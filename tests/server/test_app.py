@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -49,8 +50,8 @@ async def test_failed_start_releases_the_directory(tmp_path):
 async def test_heartbeats_are_written_together(tmp_path):
     async with running(settings(tmp_path, heartbeat_flush_seconds=0.05)) as context:
         made = await new_session(context)
-        context.heartbeat(made.session_id)
-        context.heartbeat("unknown")
+        context.heartbeat(made)
+        context.heartbeat(replace(made, session_id="unknown"))
         async with asyncio.timeout(5):
             while (await context.store.read(sessions.get_session, made.session_id)).last_seen_at == made.last_seen_at:
                 await asyncio.sleep(0.01)
@@ -59,7 +60,7 @@ async def test_heartbeats_are_written_together(tmp_path):
 async def test_heartbeats_are_written_at_the_end(tmp_path):
     async with running(settings(tmp_path)) as context:
         made = await new_session(context)
-        context.heartbeat(made.session_id)
+        context.heartbeat(made)
     async with running(settings(tmp_path)) as context:
         found = await context.store.read(sessions.get_session, made.session_id)
         assert found.last_seen_at > made.last_seen_at

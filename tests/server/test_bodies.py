@@ -71,6 +71,25 @@ async def test_body_of_unknown_length_is_stopped_at_the_limit(start):
         assert sent < 10_000
 
 
+async def test_bodies_together_have_a_limit_too(start):
+    async with start(max_incoming_bytes=4096) as running:
+        inner = []
+
+        async def first():
+            yield b"a" * 3000
+            assert running.context.incoming_bytes == 3000
+            inner.append(await running.http.post("/size", content=b"b" * 2000))
+            inner.append(await running.http.post("/size", content=b"b" * 1000))
+            yield b"a"
+
+        assert (await running.http.post("/size", content=first())).json() == 3001
+        assert [answer.status_code for answer in inner] == [429, 200]
+        assert inner[0].json()["code"] == "too_many_bytes"
+        assert inner[0].headers["retry-after"]
+        assert running.context.incoming_bytes == 0
+        assert (await running.http.post("/size", content=b"b" * 4096)).json() == 4096
+
+
 async def test_announced_size_is_refused_unread(start):
     async with start(max_body_bytes=4096) as running:
         answer = await running.http.post("/size", content=b"", headers={"content-length": "9" * 30})

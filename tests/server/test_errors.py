@@ -11,7 +11,7 @@ from lorimer.server.errors import STATUS, Refusal, answer_error, error_response,
 from lorimer.store.directory import DiskFull
 
 KINDS = [item for item in vars(errors).values() if inspect.isclass(item)]
-SCOPE = {"type": "http", "state": {"request_id": "r1"}, "headers": []}
+SCOPE = {"type": "http", "path": "/api/v1/x", "state": {"request_id": "r1"}, "headers": []}
 
 
 def test_every_error_has_its_own_row():

@@ -183,8 +183,10 @@ async def test_client_that_leaves_is_no_error(start, caplog):
         async def receive():
             return {"type": "http.disconnect"}
 
+        sent = []
+
         async def send(message):
-            raise AssertionError(message)
+            sent.append(message)
 
         headers = [(b"host", b"localhost")]
         scope = {
@@ -197,4 +199,5 @@ async def test_client_that_leaves_is_no_error(start, caplog):
         }
         await running.app(scope, receive, send)
         assert [record.status for record in caplog.records if record.name == "lorimer.access"] in ([], [499])
+        assert sent[0]["status"] == 400, "for one that only sent a broken body"
         assert not [record for record in caplog.records if record.levelname == "ERROR"]

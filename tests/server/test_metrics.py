@@ -4,11 +4,20 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorimer.scheduler.stats import QueuedRequests, SchedulerStats
+from lorimer.server.metrics import MOST_USERS, OTHERS, Metrics
+from lorimer.store.users import User
+from lorimer.store.values import utc_now
+
 
 async def samples(running):
     answer = await running.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(answer.text)
+    return parsed(answer.text)
+
+
+def parsed(text):
+    families = text_string_to_metric_families(text)
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
     }
@@ -45,3 +54,25 @@ async def test_two_servers_in_one_process_count_apart(start, tmp_path):
         await first.http.get("/zeros?count=1")
         assert "/zeros" not in (await second.http.get("/metrics")).text
         assert re.search(r'route="/zeros"', (await first.http.get("/metrics")).text)
+
+
+def test_users_beyond_the_limit_are_counted_together():
+    """Those with the most requests have a time series of their own, under their names where these are known."""
+    queued = [
+        QueuedRequests(f"id-{number}", kind, num_requests=1000 - number, num_tokens=10)
+        for number in range(MOST_USERS + 50)
+        for kind in ("sample", "forward")
+    ]
+    metrics = Metrics(lambda: SchedulerStats(queued, {}, []))
+    metrics.know(User("id-0", "ada", "", utc_now()))
+    found = parsed(metrics.render().decode())
+
+    def value(what, user, kind="sample"):
+        return found[f"lorimer_queued_{what}", ("kind", kind), ("user", user)]
+
+    assert value("requests", "ada", "forward") == 1000
+    assert value("requests", f"id-{MOST_USERS - 1}") == 1000 - (MOST_USERS - 1)
+    assert value("tokens", OTHERS) == 50 * 10
+    assert value("requests", OTHERS) == sum(1000 - number for number in range(MOST_USERS, MOST_USERS + 50))
+    users = {dict(labels)["user"] for name, *labels in found if name == "lorimer_queued_requests"}
+    assert len(users) == MOST_USERS + 1

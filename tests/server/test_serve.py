@@ -2,85 +2,16 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx2
 import psutil
 import pytest
 
-from lorimer.engine.debug import make_debug_model
-
-LORIMER = [sys.executable, "-m", "lorimer.cli.main"]
-
-
-class Process:
-    """``lorimer serve`` with a debug model on a free port."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.log = (folder / "log").open("w+")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LORIMER_")}
-        command = [*LORIMER, "serve", "--port", "0", "--data", str(folder / "data"), "--set", "num_threads=1", *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment, start_new_session=True
-        )
-        self.output = ""
-        self.url = ""
-
-    def read_until(self, pattern: str) -> str:
-        while not (found := re.search(pattern, self.output)):
-            line = self.process.stdout.readline()
-            assert line, (self.output, self.stderr())
-            self.output += line
-        return found[1]
-
-    def wait_until_listening(self) -> "Process":
-        self.url = self.read_until(r"at (http://\S+)")
-        return self
-
-    def wait_until_ready(self) -> "Process":
-        self.wait_until_listening()
-        self.read_until(r"(lorimer key create)")
-        return self
-
-    def stderr(self) -> str:
-        self.log.flush()
-        return Path(self.log.name).read_text()
-
-    def engines(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self.log.close()
-
-
-@pytest.fixture
-def launch(tmp_path):
-    started = []
-
-    def begin(*flags):
-        started.append(Process(tmp_path, *flags))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.close()
-
-
-@pytest.fixture
-def model(tmp_path):
-    make_debug_model(tmp_path / "model")
-    return tmp_path / "model"
+from tests.server.processes import LORIMER
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -147,39 +78,6 @@ def test_model_that_cannot_be_loaded_is_named_and_the_server_stays(launch, tmp_p
     server = launch("--model", f"gone={tmp_path}/none.gguf").wait_until_ready()
     assert "none.gguf" in server.output
     assert httpx2.get(f"{server.url}/readyz").status_code == 503
-
-
-def test_half_sent_headers_are_dropped_and_others_served(launch):
-    server = launch("--lazy", "--set", "header_seconds=0.5").wait_until_listening()
-    address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    slow = [socket.create_connection(address, timeout=30) for _ in range(20)]
-    for connection in slow:
-        connection.sendall(b"GET /api/v1/healthz HT")
-    assert httpx2.get(f"{server.url}/api/v1/healthz").status_code == 200
-    for connection in slow:
-        assert connection.recv(100) == b""
-        connection.close()
-
-
-HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\n"
-POST = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
-SMUGGLED = {
-    "two lengths": POST + b"Content-Length: 4\r\n\r\nabcd",
-    "space in name": HEALTH + b"Host : localhost\r\n\r\n",
-    "folded": HEALTH + b"Host: localhost\r\nA: b\r\n c: d\r\n\r\n",
-    "no host": HEALTH + b"\r\n",
-    "two hosts": HEALTH + b"Host: localhost\r\nHost: evil.test\r\n\r\n",
-    "long header": HEALTH + b"Host: localhost\r\nA: " + b"b" * 300_000 + b"\r\n\r\n",
-}
-
-
-def test_ambiguous_requests_are_refused(launch):
-    server = launch("--lazy").wait_until_listening()
-    for name, request in SMUGGLED.items():
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=30) as connection:
-            connection.sendall(request)
-            status = connection.recv(100).partition(b"\r\n")[0]
-            assert re.match(rb"HTTP/1.1 4\d\d ", status), (name, status)
 
 
 async def hold_polls(url: str, count: int) -> list[asyncio.StreamWriter]:

@@ -36,6 +36,7 @@ def test_flags_come_before_the_environment_before_the_file_before_the_default(tm
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
+        ({"nonsense": 1}, {}, "there is no setting 'nonsense'; `lorimer config` prints"),
         ({"prt": 1}, {}, "there is no setting 'prt'; the nearest is 'port'"),
         ({}, {"LORIMER_POLL_SECOND": "1"}, "'LORIMER_POLL_SECOND'; the nearest is 'LORIMER_POLL_SECONDS'"),
         ({}, {"LORIMER_PORT": "many"}, "port is 'many'"),

@@ -4,9 +4,13 @@ from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
 import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lorimer.server.tracing import trace
 from lorimer.store.futures import FutureRow
+from tests.server.traces import check_trace
 
 BEGAN = datetime(2026, 5, 1, tzinfo=UTC)
 
@@ -39,7 +43,7 @@ def row(request_id, lane, received, started, finished, **values):
 
 def slices(rows, now=100.0):
     made = trace("s", BEGAN, rows, BEGAN + timedelta(seconds=now))
-    orjson.dumps(made)
+    check_trace(orjson.loads(orjson.dumps(made)))
     return [event for event in made["traceEvents"] if event["ph"] == "X"], made
 
 
@@ -90,3 +94,39 @@ def test_failed_request_says_why():
 def test_clock_that_jumped_gives_no_negative_times():
     found, _ = slices([row("r", "s:train:0", 5, 3, 4)])
     assert all(event["dur"] >= 0 for event in found)
+
+
+MOMENTS = st.none() | st.floats(-5, 60, allow_nan=False).map(lambda seconds: round(seconds, 6))
+ROWS = st.builds(
+    lambda number, lane, received, started, finished: row(str(number), lane, received, started, finished),
+    st.integers(),
+    st.sampled_from(["s:train:0", "s:train:1", "s:sample:0"]),
+    st.floats(-5, 60, allow_nan=False).map(lambda seconds: round(seconds, 6)),
+    MOMENTS,
+    MOMENTS,
+)
+
+
+@given(st.lists(ROWS, max_size=30))
+def test_whatever_happened_when_the_trace_is_well_formed(rows):
+    found, _ = slices(rows)
+    assert sum("request_id" in event["args"] for event in found) == len(rows)
+
+
+def broken(**changes):
+    event = {"ph": "X", "pid": 1, "tid": 1, "name": "a", "cat": "c", "ts": 5, "dur": 3, "args": {}} | changes
+    names = [("process_name", 0), ("thread_name", 1)]
+    named = [{"ph": "M", "pid": 1, "tid": tid, "name": name, "args": {"name": "x"}} for name, tid in names]
+    outer = {"ph": "X", "pid": 1, "tid": 1, "name": "o", "cat": "c", "ts": 4, "dur": 10, "args": {}}
+    return {"traceEvents": [*named, outer, event], "displayTimeUnit": "ms", "otherData": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ts": 5.5}, {"ts": -1}, {"dur": -1}, {"dur": 20}, {"tid": 0}, {"pid": 0}, {"tid": 2}, {"ts": 3}, {"id": 4}],
+    ids=str,
+)
+def test_planted_faults_are_found(changes):
+    check_trace(broken())
+    with pytest.raises(AssertionError):
+        check_trace(broken(**changes))

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from lorimer.store import blobs, futures
-from lorimer.store.runs import set_snapshot
+from lorimer.store.runs import confirm_snapshot, set_snapshot
 from lorimer.store.values import utc_now
 
 LARGE = bytes(blobs.INLINE_BYTES + 1)
@@ -202,6 +202,9 @@ def test_above_the_snapshot_nothing_that_replay_needs_is_freed(store, run, accep
 
     store.write_now(set_snapshot, run.model_id, 2, "snapshot")
     free_everything(store, run, rows)
+    assert len(store.read_now(futures.journal, run.model_id, -1)) == 5  # it may turn out to be damaged
+    store.write_now(confirm_snapshot, run.model_id, "snapshot")
+    free_everything(store, run, rows)
     left = [(row.seq_id, row.state) for row in store.read_now(futures.journal, run.model_id, -1)]
     assert left == [(3, "done"), (4, "queued")]
     assert store.read_now(futures.payload, rows[3].request_id) == b"payload"
@@ -218,7 +221,7 @@ def test_above_the_snapshot_rows_without_effect_keep_their_number_but_not_their_
     assert store.read_now(futures.payload, failed.request_id) is None
 
 
-def test_what_created_a_run_is_kept_until_it_has_a_snapshot(store, session, run, accept, finish):
+def test_what_created_a_run_is_kept_until_it_has_a_verified_snapshot(store, session, run, accept, finish):
     lane = f"{session.session_id}:models"
     mine, other = (accept(lane, seq_id, kind="create_model")[0] for seq_id in (0, 1))
     finish(mine)
@@ -227,6 +230,7 @@ def test_what_created_a_run_is_kept_until_it_has_a_snapshot(store, session, run,
     assert store.read_now(futures.payload, mine.request_id) == b"payload"
     assert store.read_now(futures.get, other.request_id) is None
     store.write_now(set_snapshot, run.model_id, 0, "snapshot")
+    store.write_now(confirm_snapshot, run.model_id, "snapshot")
     free_everything(store, run, [mine])
     assert store.read_now(futures.get, mine.request_id) is None
 
@@ -236,6 +240,8 @@ def test_payloads_are_dropped_up_to_a_number_and_the_snapshot(store, run, accept
     for row in rows[:5]:
         finish(row)
     store.write_now(set_snapshot, run.model_id, 3, "snapshot")
+    assert store.write_now(futures.drop_payloads, run.model_id, 5) == 0
+    store.write_now(confirm_snapshot, run.model_id, "snapshot")
     assert store.write_now(futures.drop_payloads, run.model_id, 1) == 2
     assert store.write_now(futures.drop_payloads, run.model_id, 5) == 2
     assert store.write_now(futures.drop_payloads, run.model_id, 5) == 0

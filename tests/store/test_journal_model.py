@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sqlalchemy import delete
 
 from lorimer.store import blobs, futures, tables
-from lorimer.store.runs import create_run, set_snapshot
+from lorimer.store.runs import confirm_snapshot, create_run, drop_newest, set_snapshot
 from lorimer.store.sessions import create_session
 from lorimer.store.users import ensure_user
 
@@ -44,6 +44,7 @@ class Journal(RuleBasedStateMachine):
         super().__init__()
         self.entries: dict[str, Entry] = {}
         self.snapshot = -1
+        self.newest: int | None = None
         write = self.store.write_now
         user = write(ensure_user, "ada")
         self.session = write(create_session, user_id=user.user_id)
@@ -155,9 +156,20 @@ class Journal(RuleBasedStateMachine):
     @rule(seq=st.integers(0, 12))
     def snapshot_at(self, seq):
         unneeded = self.store.write_now(set_snapshot, self.run, seq, f"snapshot-{seq}")
-        if seq < self.snapshot:
+        if seq < max(self.snapshot, self.newest or 0):
             assert unneeded == f"snapshot-{seq}"
-        self.snapshot = max(self.snapshot, seq)
+        else:
+            self.newest = seq
+
+    @precondition(lambda self: self.newest is not None)
+    @rule(is_whole=st.booleans())
+    def verify(self, is_whole):
+        if is_whole:
+            self.store.write_now(confirm_snapshot, self.run, f"snapshot-{self.newest}")
+            self.snapshot = self.newest
+        else:
+            self.store.write_now(drop_newest, self.run, f"snapshot-{self.newest}")
+        self.newest = None
 
     @rule(up_to=st.integers(0, 12))
     def drop_payloads(self, up_to):

@@ -1,11 +1,14 @@
 """The schema: what the revisions build is what the tables say, on both databases, whatever happens on the way."""
 
+from datetime import datetime
+
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import inspect, text
+from sqlalchemy import MetaData, Table, inspect, select, text
 
 from lorimer.errors import StorageError
 from lorimer.store import Store, migrations
@@ -87,9 +90,29 @@ def test_a_migration_that_dies_half_way_leaves_the_old_schema(connection, monkey
     assert "futures" in tables(connection)
 
 
+def test_runs_of_the_first_schema_keep_their_snapshots(connection):
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", migrations.__path__[0])
+    with connection.begin():
+        command.upgrade(config, "0001")
+    values = {"snapshot_seq": 7, "snapshot_name": "seven", "corrupted": None}
+    for name in ("users", "sessions", "runs"):
+        table = Table(name, MetaData(), autoload_with=connection)
+        examples = {column.name: example(column.type) for column in table.columns}
+        connection.execute(table.insert(), examples | (values if name == "runs" else {}))
+    connection.commit()
+    migrations.migrate(connection)
+    row = connection.execute(select(metadata.tables["runs"])).one()
+    assert (row.snapshot_seq, row.snapshot_name, row.newest_seq, row.newest_name) == (7, "seven", None, None)
+
+
+def example(kind):
+    return {int: 1, bool: True, datetime: datetime(2026, 1, 1), str: "{}"}[kind.python_type]
+
+
 def test_the_schema_of_a_newer_version_is_refused(new_database, tmp_path):
     store = Store.open(new_database, tmp_path / "data")
     store.write_now(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     store.close()
-    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0001'"):
+    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0002'"):
         Store.open(new_database, tmp_path / "data")

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from lorimer.store import runs
+from lorimer.store import retention, runs
 from lorimer.store.checkpoints import add_checkpoint
 from lorimer.store.sessions import create_session
 from lorimer.store.users import ensure_user
@@ -46,7 +46,33 @@ def test_a_snapshot_replaces_an_older_one_and_not_a_newer(store, run):
     assert store.write_now(runs.set_snapshot, run.model_id, 9, "nine") is None
     assert store.write_now(runs.set_snapshot, "unknown", 1, "name") == "name"
     found = store.read_now(runs.get_run, run.model_id)
-    assert (found.snapshot_seq, found.snapshot_name) == (9, "nine")
+    assert (found.newest_seq, found.newest_name) == (found.resume_seq, found.resume_name) == (9, "nine")
+    assert (found.snapshot_seq, found.snapshot_name) == (runs.NO_SNAPSHOT, None)
+
+
+def test_a_verified_snapshot_is_kept_behind_the_newest(store, run):
+    store.write_now(runs.set_snapshot, run.model_id, 5, "five")
+    assert store.write_now(runs.confirm_snapshot, run.model_id, "five") is None
+    assert store.write_now(runs.set_snapshot, run.model_id, 9, "nine") is None
+    assert store.write_now(runs.confirm_snapshot, run.model_id, "five") is None
+    found = store.read_now(runs.get_run, run.model_id)
+    assert (found.snapshot_seq, found.snapshot_name, found.resume_seq, found.resume_name) == (5, "five", 9, "nine")
+    assert {"five", "nine"} <= store.read_now(retention.known_names)
+    assert store.write_now(runs.set_snapshot, run.model_id, 4, "four") == "four"
+    assert store.write_now(runs.confirm_snapshot, run.model_id, "nine") == "five"
+    found = store.read_now(runs.get_run, run.model_id)
+    assert (found.snapshot_seq, found.snapshot_name, found.newest_name) == (9, "nine", None)
+
+
+def test_a_newest_snapshot_that_cannot_be_read_gives_way_to_the_one_before(store, run):
+    store.write_now(runs.set_snapshot, run.model_id, 5, "five")
+    store.write_now(runs.confirm_snapshot, run.model_id, "five")
+    store.write_now(runs.set_snapshot, run.model_id, 9, "nine")
+    store.write_now(runs.drop_newest, run.model_id, "seven")
+    assert store.read_now(runs.get_run, run.model_id).resume_name == "nine"
+    store.write_now(runs.drop_newest, run.model_id, "nine")
+    found = store.read_now(runs.get_run, run.model_id)
+    assert (found.resume_seq, found.resume_name, found.newest_seq) == (5, "five", None)
 
 
 def test_a_run_is_touched_corrupted_and_unloaded(store, run):

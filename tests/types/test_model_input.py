@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 import tinker
+import torch
 from pydantic import ValidationError
 from tinker.types.dmel_chunk import DmelChunk as OfficialDmelChunk
 
@@ -128,6 +129,35 @@ def test_inputs_are_built_from_tokens():
     assert ModelInput.from_ints(np.array([5, 6])).to_ints() == [5, 6]
     with pytest.raises(ValueError, match="'image'"):
         start.append(ImageChunk(data=b"", format="png")).to_ints()
+
+
+def test_arrays_and_tensors_stay_arrays():
+    for given in (np.array([3, 1, 2]), torch.tensor([3, 1, 2]), Tokens(np.array([3, 1, 2]))):
+        chunk = ModelInput.from_ints(given).chunks[0]
+        assert isinstance(chunk.tokens, Tokens)
+        assert chunk.tokens.array.dtype == np.int32
+        assert chunk == EncodedTextChunk(tokens=[3, 1, 2])
+    given = np.array([3, 1, 2], "<i4")
+    chunk = EncodedTextChunk(tokens=given)
+    given[0] = 5
+    assert list(chunk.tokens) == [3, 1, 2]
+
+
+NOT_TOKENS = {
+    "a fraction": ([1, 2.5, 3.5], r"tokens\[1\] is 2.5; token ids are integers"),
+    "an array of fractions": (np.array([1.0, 2.0]), "array of float64; integers"),
+    "a batch": (np.array([[1, 2]]), r"shape \[1, 2\]; one dimension"),
+    "33 bits": (np.array([1, 2**32]), "32 bits"),
+    "text": ("Hello", r"the text 'Hello'.*tokenizer\.encode"),
+    "a number": (5, "a int; a sequence of integers"),
+}
+
+
+@pytest.mark.parametrize(("tokens", "message"), NOT_TOKENS.values(), ids=NOT_TOKENS)
+def test_what_are_no_tokens_is_explained_in_a_sentence(tokens, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        ModelInput.from_ints(tokens)
+    assert "\n" not in str(refused.value)
 
 
 def test_inputs_do_not_change():

@@ -14,6 +14,7 @@ from lorimer import types as ours
 NAMES = sorted(name for name in vars(official) if name[0].isupper())
 
 OUR_FIELDS = {
+    "ModelData": {"model_id", "lora_rank"},  # the documentation shows them
     "TryAgainResponse": {"queue_state_reason"},  # the official client reads it from the raw body
 }
 NOT_OUR_FIELDS = {

@@ -72,6 +72,7 @@ def test_name_is_refused(name):
 
 
 def test_links_lead_to_the_server_in_use(monkeypatch):
+    monkeypatch.delenv("LORIMER_BASE_URL", raising=False)
     monkeypatch.setenv("TINKER_BASE_URL", "http://trainer:9000/prefix/")
     path = PATHS["sampler"]
     checkpoint = "http://trainer:9000/prefix/console/checkpoints/s%3Atrain%3A0/sampler_weights%2Ffinal"

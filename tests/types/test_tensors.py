@@ -166,7 +166,20 @@ except ImportError as error:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert "import torch before" in run.stdout
+    assert "TensorData.to_torch needs PyTorch (pip install torch)" in run.stdout
+
+
+def test_torch_is_loaded_for_who_asks_for_a_torch_tensor():
+    code = """
+import sys
+from lorimer.types import TensorData
+tensor = TensorData([1.0, 2.0], "float32")
+assert "torch" not in sys.modules
+assert tensor.to_torch().sum().item() == 3.0
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert run.returncode == 0, run.stderr
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,21 +4,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.failures import FAILED, exit_on_error
-from lorimer.cli.output import Format, FormatOption, print_json, print_table, printable
+from lorimer.cli.failures import exit_on_error
+from lorimer.cli.moments import ago
+from lorimer.cli.output import Format, FormatOption, examples, note, print_json, print_table
 from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, effective_settings
+from lorimer.errors import NotFound
 
 if TYPE_CHECKING:
     from lorimer.server.control import Key, KeyCommand, Reply
 
-app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(help="Make, list and revoke API keys of a data directory.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(
+    epilog=examples("lorimer key create alice --name laptop", "export LORIMER_API_KEY=$(lorimer key create ci)")
+)
 def create(
     user: Annotated[str, typer.Argument(help="Whose key it is; what one user makes, others do not see.")],
     name: Annotated[str, typer.Option("--name", help="What the key is for.")] = "",
-    note: Annotated[str, typer.Option("--note", help="Anything worth remembering.")] = "",
+    remark: Annotated[str, typer.Option("--note", help="Anything worth remembering.")] = "",
     data: DataOption = None,
     database: DatabaseOption = None,
     config: ConfigOption = None,
@@ -28,15 +32,15 @@ def create(
     with exit_on_error():
         from lorimer.server.control import CreateKey
 
-        made = run(CreateKey(user, name or user, note), data, database, config).keys[0]
+        made = run(CreateKey(user, name or user, remark), data, database, config).keys[0]
         if output is Format.json:
             print_json(plain(made) | {"secret": made.secret})
         else:
             print(made.secret)
-            typer.echo(f"key {made.key_id} for {printable(user)}; it is not shown again", err=True)
+            note(f"key {made.key_id} for {user}; it is not shown again")
 
 
-@app.command(name="list")
+@app.command(name="list", epilog=examples("lorimer key list", "lorimer key list -f json --data ./data"))
 def list_(
     data: DataOption = None,
     database: DatabaseOption = None,
@@ -55,21 +59,24 @@ def list_(
             print_table(columns, [row(key) for key in keys])
 
 
-@app.command()
+@app.command(epilog=examples("lorimer key revoke 3"))
 def revoke(
     key_id: Annotated[int, typer.Argument(help="The id that `lorimer key list` shows.")],
     data: DataOption = None,
     database: DatabaseOption = None,
     config: ConfigOption = None,
+    output: FormatOption = Format.table,
 ) -> None:
     """End a key: whoever uses it is refused from now on."""
     with exit_on_error():
         from lorimer.server.control import RevokeKey
 
         if not run(RevokeKey(key_id), data, database, config).revoked:
-            typer.echo(f"lorimer: there is no valid key {key_id}; `lorimer key list` has them", err=True)
-            raise typer.Exit(FAILED)
-        typer.echo(f"key {key_id} is revoked", err=True)
+            raise NotFound(f"there is no valid key {key_id}; `lorimer key list` has them")
+        if output is Format.json:
+            print_json({"key_id": key_id, "revoked": True})
+        else:
+            note(f"key {key_id} is revoked")
 
 
 def run(command: "KeyCommand", data: DataOption, database: DatabaseOption, config: ConfigOption) -> "Reply":
@@ -85,6 +92,6 @@ def plain(key: "Key") -> dict[str, object]:
 
 
 def row(key: "Key") -> list[object]:
-    used = f"{key.last_used_at:%Y-%m-%d %H:%M}" if key.last_used_at else "never"
+    used = ago(key.last_used_at) or "never"
     state = "revoked" if key.revoked_at else "valid"
-    return [key.key_id, key.prefix, key.name, f"{key.created_at:%Y-%m-%d %H:%M}", used, state, key.note]
+    return [key.key_id, key.prefix, key.name, ago(key.created_at), used, state, key.note]

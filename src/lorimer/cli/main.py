@@ -1,17 +1,22 @@
-"""``lorimer``: the commands, their flags and exit codes.
+"""``lorimer``: the commands, their flags and exit codes (``failures.py`` has them).
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 another server has the data directory.
+Modules of commands load what they work with when they run, so that ``lorimer --help`` and completion are quick.
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorimer.cli import key
-from lorimer.cli.failures import exit_on_error
-from lorimer.cli.output import Format, FormatOption, print_json
+from lorimer.cli import bench, chat, checkpoint, demo, doctor, export, key, model, plot, run, session, usage
+from lorimer.cli.connection import PROBE_SECONDS, DirectoryOption, KeyOption, UrlOption, find_server
+from lorimer.cli.failures import NoServer, exit_on_error, sentence
+from lorimer.cli.output import Format, FormatOption, examples, note, print_json
 from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, SetOption, effective_settings
+from lorimer.errors import LorimerError, StorageError
+
+TRY, WEIGHTS, SERVICE = "Try it", "Runs and weights", "The service"
 
 app = typer.Typer(
     name="lorimer",
@@ -19,22 +24,43 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Commands find their server by --base-url, LORIMER_BASE_URL, or the data directory (--data); "
+    "`lorimer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 data directory in use, "
+    "4 not there or not allowed, 5 no server.",
 )
-app.add_typer(key.app, name="key")
+app.command(rich_help_panel=TRY, epilog=examples("lorimer demo", "lorimer demo --steps 8 --log-dir ./demo"))(demo.demo)
+app.command(
+    rich_help_panel=TRY,
+    epilog=examples(
+        "lorimer chat",
+        "lorimer chat tinker://RUN/sampler_weights/final --system 'Answer in verse.'",
+        "lorimer chat lorimer/tiny --once 'What is 2 + 2?' --temperature 0",
+    ),
+)(chat.chat)
+app.command(rich_help_panel=TRY, epilog=bench.EPILOG)(bench.bench)
+app.add_typer(run.app, name="run", rich_help_panel=WEIGHTS)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=WEIGHTS)
+app.add_typer(session.app, name="session", rich_help_panel=WEIGHTS)
+app.command(
+    rich_help_panel=WEIGHTS,
+    epilog=examples("lorimer usage", "lorimer usage --from 30d --by day", "lorimer usage --from 2026-01-01 -f json"),
+)(usage.usage)
+app.command(rich_help_panel=WEIGHTS, epilog=export.EPILOG)(export.export)
+app.command(
+    rich_help_panel=WEIGHTS,
+    epilog=examples("lorimer plot ./demo", "lorimer plot run-a run-b --metric 'test/*' -o ./curves"),
+)(plot.plot)
 
 
-@app.command()
-def version(output: FormatOption = Format.table) -> None:
-    """Print the version."""
-    from lorimer import __version__
-
-    if output is Format.json:
-        print_json({"version": __version__})
-    else:
-        print(__version__)
-
-
-@app.command()
+@app.command(
+    rich_help_panel=SERVICE,
+    epilog=examples(
+        "lorimer serve",
+        "lorimer serve --model ./my-model --port 9000",
+        "lorimer serve --model Qwen/Qwen3-8B=smollm2-135m-instruct   # answer to the name that a script asks for",
+        "lorimer serve --host 0.0.0.0 --set durability=power",
+    ),
+)
 def serve(
     model: Annotated[
         list[str] | None,
@@ -68,20 +94,25 @@ def serve(
     with exit_on_error():
         effective = effective_settings(flags, config, set_)
 
-        import asyncio
-
         from rich.console import Console
 
         from lorimer.server.banner import Banner
         from lorimer.server.logs import configure_logs
-        from lorimer.server.serve import serve as serve_until_stopped
+        from lorimer.server.serve import run
 
         settings = effective.settings
         configure_logs(settings.log_format, settings.log_level)
-        asyncio.run(serve_until_stopped(settings, Banner(Console(file=sys.stdout))))
+        run(settings, Banner(Console(file=sys.stdout)))
 
 
-@app.command()
+app.add_typer(key.app, name="key", rich_help_panel=SERVICE)
+app.add_typer(model.app, name="model", rich_help_panel=SERVICE)
+app.command(rich_help_panel=SERVICE, epilog=doctor.EPILOG)(doctor.doctor)
+
+
+@app.command(
+    rich_help_panel=SERVICE, epilog=examples("lorimer config > lorimer.toml", "lorimer config --set port=9000")
+)
 def config(
     file: ConfigOption = None,
     data: DataOption = None,
@@ -100,6 +131,50 @@ def config(
             print_json({name: {"value": values[name], "from": effective.origins[name]} for name in values})
         else:
             print(as_toml(effective), end="")
+
+
+@app.command(rich_help_panel=SERVICE, epilog=examples("lorimer version", "lorimer version -f json"))
+def version(
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Print the version, and that of the server if one can be reached."""
+    from lorimer import __version__
+
+    with exit_on_error():
+        found = server_version(base_url, api_key, data)
+        if output is Format.json:
+            print_json({"version": __version__, "server": found})
+        else:
+            print(__version__)
+            if found:
+                print(f"server at {found['url']}: {found['version'] or 'of an unknown version'}")
+
+
+def server_version(base_url: str | None, api_key: str | None, data: Path | None) -> dict[str, str | None] | None:
+    """The address of the server and the version it says it has; none without a server of an address."""
+    try:
+        url = find_server(base_url, data)
+    except (NoServer, StorageError) as error:
+        if base_url:
+            note(f"lorimer: {sentence(error)}")
+        return None
+    if url == "local":
+        return None
+    from lorimer.client.connection import Connection
+    from lorimer.client.transport import decoded, succeeded
+
+    connection = Connection(url, api_key)
+    try:
+        asked = connection.run(connection.transport.send("GET", "/openapi.json", timeout=PROBE_SECONDS))
+        described = decoded(succeeded(asked.result()))
+    except LorimerError as error:
+        note(f"lorimer: {sentence(error)}")
+        described = None
+    info = described.get("info") if isinstance(described, dict) else None
+    return {"url": url, "version": str(info.get("version")) if isinstance(info, dict) else None}
 
 
 def main() -> None:

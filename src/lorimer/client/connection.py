@@ -70,6 +70,9 @@ class Connection:
         """Start a coroutine on the SDK's loop."""
         return AwaitableConcurrentFuture(self.loop.run(coroutine))
 
+    run_coroutine_threadsafe = run
+    """As programs of the official SDK call it, on the ``holder`` of a client."""
+
     async def ready(self) -> None:
         """Fetch the flags, once."""
         if self._is_ready:
@@ -111,7 +114,7 @@ class Connection:
         """A page of the server's console."""
         if self.is_local:
             return console_url(*segments)
-        return "/".join([self.base_url, "console", *(quote(segment, safe="") for segment in segments)])
+        return "/".join([self.base_url, "console", *(quote(segment, safe=":") for segment in segments)])
 
     def close(self) -> None:
         self.run(self.transport.close())

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lorimer import types
 from lorimer.client import tracing
 from lorimer.client.checks import check_data
-from lorimer.client.extras import load_torch
 from lorimer.client.futures import APIFuture
 from lorimer.client.tracing import LossHandle
+from lorimer.types.extras import load_torch
 
 if TYPE_CHECKING:
     from lorimer.client.training import TrainingClient

@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 
 from lorimer.client.errors import TinkerError
+from lorimer.client.in_process import InProcessTransport
 from lorimer.client.loop import LoopThread, loop_thread
 from lorimer.errors import LorimerError
 
@@ -37,7 +38,7 @@ class EmbeddedService:
             if self._app is None:
                 await self._start(model)
             self._check_served(model)
-        return httpx2.ASGITransport(self._app, raise_app_exceptions=False)
+        return InProcessTransport(self._app, raise_app_exceptions=False)
 
     async def _start(self, model: str | None) -> None:
         make_app, load_settings = _server()

@@ -27,8 +27,22 @@ class APIFuture(ABC, Generic[T]):
         return self.result_async().__await__()
 
     def __getattr__(self, name: str) -> NoReturn:
-        hint = "" if name.startswith("_") else "; the result has it perhaps: use .result(), or await the future"
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+        raise _missing(self, name)
+
+
+class ResultFuture(Future[T]):
+    """A future of ``concurrent.futures`` that can be awaited too; whoever stops awaiting it gives the call up."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _missing(self, name)
+
+
+def _missing(future: object, name: str) -> AttributeError:
+    hint = "" if name.startswith("_") else "; the result has it perhaps: use .result(), or await the future"
+    return AttributeError(f"{type(future).__name__} has no attribute {name!r}{hint}")
 
 
 class AwaitableConcurrentFuture(APIFuture[T]):

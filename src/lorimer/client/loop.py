@@ -8,8 +8,10 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
+
+from lorimer.client.futures import ResultFuture
 
 T = TypeVar("T")
 
@@ -25,7 +27,7 @@ class LoopThread:
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> ResultFuture[T]:
         """Start a coroutine; those of one thread are started in the order of the calls."""
         if os.getpid() != self.pid:
             coroutine.close()
@@ -33,7 +35,30 @@ class LoopThread:
                 "this client was made before the process forked, and cannot be used in the child: make a new "
                 "ServiceClient there, or hand it a SamplingClient by pickle or get_sampler_handle()"
             )
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future: ResultFuture[T] = ResultFuture()
+        self.loop.call_soon_threadsafe(self._start, coroutine, future)
+        return future
+
+    def _start(self, coroutine: Coroutine[Any, Any, T], future: ResultFuture[T]) -> None:
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(partial(_hand_over, future))
+
+        def give_up(future: ResultFuture[T]) -> None:
+            if future.cancelled():
+                self.loop.call_soon_threadsafe(task.cancel)
+
+        future.add_done_callback(give_up)  # type: ignore[arg-type]
+
+
+def _hand_over(future: ResultFuture[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return  # nobody wants it any more
+    if (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 _lock = threading.Lock()

@@ -7,7 +7,6 @@ even if nobody waits for it, because a server holds a run back at a number that 
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -67,10 +66,9 @@ class Operations:
         """
         with self._lock:
             submissions = [encoder(self._next_number + index) for index, encoder in enumerate(encoders)]
-            sending = self._connection.loop.run(self._send_all(submissions))
+            future = self._connection.run(self._carry_out(submissions, kind, finish))
             self._next_number += len(submissions)
-            # Nobody can cancel the sending: only the waiting is handed out.
-        return self._connection.run(self._collect(sending, kind, finish))
+        return future
 
     def submit_one(self, encoder: Callable[[int], Submission], kind: ResultKind[T]) -> AwaitableConcurrentFuture[T]:
         return self.submit([encoder], kind, lambda results: results[0])
@@ -98,10 +96,12 @@ class Operations:
             answer = await connection.transport.call("POST", submission.path, content, headers=headers)
         return parse(UntypedAPIFuture, answer)
 
-    async def _collect(
-        self, sending: "Future[list[UntypedAPIFuture]]", kind: ResultKind[T], finish: Callable[[list[T]], R]
+    async def _carry_out(
+        self, submissions: Sequence[Submission], kind: ResultKind[T], finish: Callable[[list[T]], R]
     ) -> R:
-        promises = await asyncio.shield(asyncio.wrap_future(sending))
+        # A task of its own, begun before anything can be cancelled: who gives the result up does not stop the sending.
+        sending = asyncio.get_running_loop().create_task(self._send_all(submissions))
+        promises = await asyncio.shield(sending)
         return finish(list(await asyncio.gather(*(self._wait(promise.request_id, kind) for promise in promises))))
 
     async def _wait(self, request_id: str, kind: ResultKind[T]) -> T:

@@ -30,13 +30,13 @@ from lorimer.types.tensor_json import tensor_to_json
 
 CLONE_STRIDE = 1_000_000_000
 PROMPT_TOKEN_BYTES = 10
-MOST_SUBMITS = 24
-"""At once: the cost of a request grows with the number of open connections, and a server is no faster for more."""
+MOST_SUBMITS = 64
+"""At once: a server puts on record together what arrives together, and gains nothing by more."""
 MOST_SUBMITS_AFTER_REFUSAL = 10
 CAREFUL_SECONDS = 10.0
 CAREFUL_FACTOR = 20
 LARGE_PROMPT_BYTES = 128 * 1024
-MOST_FETCHES = 24
+MOST_FETCHES = 64
 QUIET_SECONDS = 20.0
 """After so long without news of a sample it is asked about by itself, which also tells why it is waiting."""
 MOST_QUESTIONS = 4

@@ -302,7 +302,7 @@ class ServiceClient:
     ) -> APIFuture[SamplingClient]:
         self._check_open()
         if model_path is None and base_model is None:
-            raise ValueError("neither model_path nor base_model is given; one of them is needed")
+            raise ValueError("model_path or base_model is needed; neither is given")
         return SamplingClient.create(
             self._session,
             model_path=model_path,

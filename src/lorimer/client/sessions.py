@@ -9,15 +9,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal, TypeVar
 
 from lorimer import __version__
 from lorimer.client.connection import Connection
 from lorimer.client.errors import APIError, APIStatusError
+from lorimer.client.futures import AwaitableConcurrentFuture
 from lorimer.types import CreateSessionRequest, CreateSessionResponse
 
 log = logging.getLogger("lorimer")
+
+T = TypeVar("T")
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
@@ -56,6 +59,13 @@ class Session:
         """The next free number of a kind, from 0."""
         with self._lock:
             return next(self._numbers.setdefault(kind, itertools.count()))
+
+    def get_session_id(self) -> str:
+        """As programs of the official SDK ask for it."""
+        return self.session_id
+
+    def run_coroutine_threadsafe(self, coroutine: Coroutine[Any, Any, T]) -> AwaitableConcurrentFuture[T]:
+        return self.connection.run(coroutine)
 
     async def start(self) -> str:
         """Create the session, once; its id."""
@@ -108,7 +118,9 @@ class Session:
         """Tell the server that the session is over and why; the first reason stands."""
         for task in self._tasks:
             task.cancel()
-        if self.session_id:
-            body: dict[str, Any] = {"reason": {"type": status}, "detail": detail}
-            await self.connection.transport.call("POST", f"/api/v1/sessions/{self.session_id}/finish", body)
-        await self.connection.transport.close()
+        try:
+            if self.session_id:
+                body: dict[str, Any] = {"reason": {"type": status}, "detail": detail}
+                await self.connection.transport.call("POST", f"/api/v1/sessions/{self.session_id}/finish", body)
+        finally:
+            await self.connection.transport.close()

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from lorimer.client.connection import Connection
 from lorimer.client.errors import NotFoundError
-from lorimer.client.extras import load
 from lorimer.types.base import Response
+from lorimer.types.extras import load
 
 
 class TokenizerFile(Response):

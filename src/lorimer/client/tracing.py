@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorimer.client.extras import load, load_torch
 from lorimer.types import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode, Datum
+from lorimer.types.extras import TORCH, load, load_torch
 
 PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
 """``fn(logprobs, *inputs) -> (loss, metrics)``, tensors all; the inputs are named as keys of ``loss_fn_inputs``."""
@@ -52,7 +52,7 @@ class LossHandle:
 
 def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], session_id: str) -> LossHandle:
     """A handle, or a ``ValueError`` that says what of the loss cannot be traced."""
-    fx = load("torch.fx", PURPOSE, "PyTorch")
+    fx = load("torch.fx", PURPOSE, TORCH)
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _inputs(name, fn, input_ranks)
     try:
@@ -133,8 +133,8 @@ def _check_output(name: str, output: Any, node_type: type) -> None:
 
 
 def encode_graph(handle: LossHandle) -> CustomLossGraph:
-    node_type = load("torch.fx", PURPOSE, "PyTorch").Node
-    qualified_name = load("torch.fx.node", PURPOSE, "PyTorch")._get_qualified_name
+    node_type = load("torch.fx", PURPOSE, TORCH).Node
+    qualified_name = load("torch.fx.node", PURPOSE, TORCH)._get_qualified_name
     nodes = []
     for node in handle.graph.graph.nodes:
         target = str(node.target)

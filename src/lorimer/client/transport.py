@@ -1,4 +1,4 @@
-"""Requests and answers: one pool of HTTP/1.1 connections, or the service in this process, behind the same calls.
+"""Requests and answers: connections of HTTP/1.1, or the service in this process, behind the same calls.
 
 ``send`` does one request and turns whatever goes wrong into an exception of ``errors``; ``call`` repeats it while that
 may help. Every request that changes something carries a key by which a server knows a repetition.
@@ -7,9 +7,11 @@ may help. Every request that changes something carries a key by which a server k
 import asyncio
 import logging
 import time
+import urllib.request
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, TypedDict, TypeVar
 
 import httpx2
@@ -26,6 +28,7 @@ from lorimer.client.errors import (
     BillingError,
     status_error,
 )
+from lorimer.client.http11 import HttpTransport
 from lorimer.client.loop import LoopThread
 from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, told_delay
 from lorimer.types.compatibility import NEWEST
@@ -54,7 +57,8 @@ TIMEOUT_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 BILLING_PAUSE_SECONDS = 5.0
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=5.0)
-"""How many connections are open is limited by those who use them; a limit here would let polls keep submits waiting."""
+"""Of connections through a proxy. How many are open is limited by those who use them, here and without a proxy: a limit
+of all together would let polls keep submits waiting."""
 REPORT_SECONDS = 60.0
 """A server that does not answer is spoken of this often."""
 
@@ -74,6 +78,8 @@ class Transport:
         self._loop = loop
         self._open_transport = open_transport
         self._client: httpx2.AsyncClient | None = None
+        self._wire: httpx2.AsyncBaseTransport | None = None
+        self._common_headers: dict[str, str] = {}
         self._opening = asyncio.Lock()
         self._reported_at = 0.0
         self._headers = {
@@ -94,17 +100,17 @@ class Transport:
     ) -> httpx2.Response:
         """The answer, whatever its status; raises only if there is none."""
         client = self._client or await self._open()
-        credential = await self.credentials.header()
         # The credential of a call, if it has one, goes before the client's own.
-        request = client.build_request(
+        given = {**await self.credentials.header(), **(headers or {})}
+        request = httpx2.Request(
             method,
-            self.base_url + path,
+            _url(self.base_url + path),
             content=content,
-            headers={**credential, **(headers or {})},
-            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS),
+            headers=self._common_headers | {name.lower(): value for name, value in given.items()},
+            extensions={"timeout": httpx2.Timeout(timeout, connect=CONNECT_SECONDS).as_dict()},
         )
         try:
-            response = await client.send(request)
+            response = await self._exchange(client, request)
         except httpx2.TimeoutException as error:
             raise APITimeoutError(request) from error
         except (httpx2.HTTPError, OSError) as error:
@@ -117,6 +123,16 @@ class Transport:
             level = logging.ERROR if response.headers.get("x-deprecation-level") == "error" else logging.WARNING
             log.log(level, "%s", note)
         return response
+
+    async def _exchange(self, client: httpx2.AsyncClient, request: httpx2.Request) -> httpx2.Response:
+        """One request without what the client adds, which takes longer than the rest; redirects and proxies need it."""
+        if self._wire is not None:
+            response = await self._wire.handle_async_request(request)
+            response.request = request
+            await response.aread()
+            if not response.has_redirect_location:
+                return response
+        return await client.send(request)
 
     async def call(
         self,
@@ -171,11 +187,16 @@ class Transport:
     async def _open(self) -> httpx2.AsyncClient:
         async with self._opening:
             if self._client is None:
+                if self._open_transport is not None:
+                    self._wire = await self._open_transport()
+                elif not is_proxied(self.base_url):
+                    self._wire = HttpTransport()
                 # Without a transport of its own, the client goes through the proxies that the environment names.
-                transport = await self._open_transport() if self._open_transport else None
-                self._client = httpx2.AsyncClient(
-                    transport=transport, limits=LIMITS, headers=self._headers, follow_redirects=True
+                client = httpx2.AsyncClient(
+                    transport=self._wire, limits=LIMITS, headers=self._headers, follow_redirects=True
                 )
+                self._common_headers = dict(client.headers)
+                self._client = client
                 weakref.finalize(self, _close, self._loop, self._client).atexit = False
             return self._client
 
@@ -187,6 +208,17 @@ class Transport:
 def _close(loop: LoopThread, client: httpx2.AsyncClient) -> None:
     if not loop.loop.is_closed():
         loop.loop.call_soon_threadsafe(lambda: loop.loop.create_task(client.aclose()))
+
+
+@lru_cache(maxsize=256)
+def _url(address: str) -> httpx2.URL:
+    return httpx2.URL(address)
+
+
+def is_proxied(address: str) -> bool:
+    """Whether the environment, or the system, names a proxy for this address."""
+    url, proxies = _url(address), urllib.request.getproxies()
+    return bool(proxies.get(url.scheme) or proxies.get("all")) and not urllib.request.proxy_bypass(url.host)
 
 
 def encode(body: BaseModel | Mapping[str, Any] | bytes | None) -> bytes | None:

@@ -19,6 +19,10 @@ class CachedAttention(Protocol):
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor: ...
 
 
+MergedMatrices = dict[int, Tensor]
+"""By the identity of a frozen matrix, its packed weight with an adapter added."""
+
+
 @dataclass(frozen=True)
 class AdapterSlice:
     """Tokens ``start:stop`` belong to this adapter; gradients, where wanted, are added to ``grads``."""
@@ -28,6 +32,8 @@ class AdapterSlice:
     weights: Pairs
     scale: float
     grads: Pairs | None = None
+    merged: MergedMatrices | None = None
+    """Replaces base and pairs where it has the matrix; only a slice that is the whole pass may have it."""
 
 
 @dataclass

@@ -96,12 +96,17 @@ def choose_dtype(device: torch.device, seconds: float = 1.0) -> torch.dtype:
     """
     if device.type != "cpu":
         return torch.bfloat16
-    rates = {dtype: min(_gemm_rate(dtype, rows, seconds / 4) for rows in (16, 512)) for dtype in _DTYPES}
+    rates = gemm_rates(seconds)
     # Half a speed-up is not worth the lost digits.
     return torch.bfloat16 if rates[torch.bfloat16] > 1.3 * rates[torch.float32] else torch.float32
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+def gemm_rates(seconds: float = 1.0) -> dict[torch.dtype, float]:
+    """Matrix products a second on the CPU in each dtype, of the slower of two shapes."""
+    return {dtype: min(_gemm_rate(dtype, rows, seconds / 4) for rows in (16, 512)) for dtype in _DTYPES}
 
 
 def _gemm_rate(dtype: torch.dtype, rows: int, seconds: float) -> float:

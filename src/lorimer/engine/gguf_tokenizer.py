@@ -36,6 +36,11 @@ _WORDS: dict[str, list[str]] = {
 
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 
+_DIFFICULT = (
+    "It's  12345 6 78.9 I'M WE'LL don't_x a1b2  (x>=0)\t!!??...\n\n  \r\n end\u00a0\u2003 caf\u00e9 cafe\u0301"
+    " \u65e5\u672c \u0661\u0662\u0663\u00bd\u2167 \U0001f680\U0001f468\u200d\U0001f469 -+<>^~|$ ``` 'tis ''  \n x \t\ty"
+)
+
 _PROBE = "It's  12345 cafe\u0301 \u65e5\u672c\u8a9e!!\n\n  (x>=0)\tend "
 
 
@@ -71,6 +76,18 @@ def write_tokenizer(metadata: Mapping[str, Any], out: Path) -> None:
             f"transformers replaces the tokenizer of architecture {metadata.get('general.architecture')!r} "
             f"with its own {type(loaded).__name__}, which is not the {name!r} tokenizer of this file ({pre=})"
         )
+
+
+def words_name(tokenizer: Tokenizer) -> str | None:
+    """The `tokenizer.ggml.pre` whose rule cuts a difficult text as this tokenizer does; None if there is none."""
+    if tokenizer.pre_tokenizer is None or not isinstance(tokenizer.model, models.BPE):
+        return None
+    wanted = _cut(tokenizer.pre_tokenizer)
+    return next((name for name in _WORDS if _cut(_splitter(name)) == wanted), None)
+
+
+def _cut(splitter: pre_tokenizers.PreTokenizer) -> list[str]:
+    return [word for word, _ in splitter.pre_tokenize_str(_DIFFICULT)]
 
 
 def special_id(
@@ -121,12 +138,14 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
     tokenizer = Tokenizer(bpe)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in _WORDS[pre]]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    tokenizer.pre_tokenizer = _splitter(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _splitter(pre: str) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in _WORDS[pre]]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:

@@ -29,6 +29,10 @@ class FrozenMatrix:
         if not is_kept:
             self.weight = self.weight[:0]
 
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
     def unpack(self) -> None:
         """Give the second copy up, unless it serves any number of rows."""
         if self._most_packed_rows < ANY_ROWS:
@@ -37,7 +41,7 @@ class FrozenMatrix:
     def multiply(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for ``x (rows, I)``."""
         if self._packed is not None and len(x) <= self._most_packed_rows:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return multiply_packed(x, self._packed, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
@@ -47,6 +51,11 @@ class FrozenMatrix:
 def pack(weight: Tensor) -> Tensor:
     """The weight laid out once for oneDNN, which would otherwise do it on each call."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
 
 
 ANY_ROWS = 1 << 30
@@ -116,7 +125,7 @@ class Siblings:
         weight = torch.cat([layer.matrix.weight for layer in layers])
         biases = [layer.matrix.bias for layer in layers]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        self.most_rows = most_rows
+        self.layers, self.most_rows = layers, most_rows
         self.matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
         self._ranges: dict[int, slice] = {}
         self.targets: list[LoraTarget] = []
@@ -164,6 +173,8 @@ def multiply_with_adapters(
     x: Tensor, matrix: FrozenMatrix, targets: list[LoraTarget], slices: list[AdapterSlice]
 ) -> tuple[Tensor, Products]:
     """The layer's output, and the inner products ``A @ x`` that its backward pass needs."""
+    if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
+        return multiply_packed(x, merged, matrix.bias), []
     y, products = matrix.multiply(x), []
     for part in slices:
         for target in targets:

@@ -173,6 +173,8 @@ class SampleRequest(Message):
     prompt_alt_tokens_k: int = 0
     cache_salt: str = ""
     """Prompts share cached prefixes only under equal salts, so that users cannot time one another."""
+    grammar: str = ""
+    """What the samples are confined to, in llguidance's dialect of Lark; empty leaves them free."""
     stream: bool = False
 
 
@@ -271,6 +273,9 @@ class SampleProgress(Message):
     index: int
     tokens: list[int]
     logprobs: list[float]
+    topk_logprobs: TopkLogprobs | None = None
+    stop_reason: Literal["stop", "length"] | None = None
+    """With the last ones."""
 
 
 class Status(Message):

@@ -66,11 +66,11 @@ class BaseModel:
     def __init__(self, model: PreTrainedModel, device: Device, name: str = "", directory: str = "") -> None:
         self.name, self.directory, self.device = name, directory, device
         self.config = model.config.get_text_config()
-        self.max_context = _max_context(self.config)
+        self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.architecture = type(model).__name__
-        _refuse_unpackable(self.config)
+        refuse_unpackable(self.config)
         model.requires_grad_(False).eval().to(device.torch)
         self.targets: list[LoraTarget] = find_targets(model)
         self.slot = PassSlot()
@@ -243,7 +243,7 @@ def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
     return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
 
 
-def _max_context(config: Any) -> int:
+def longest_context(config: Any) -> int:
     """The longest sequence whose positions do not depend on what else is in the batch.
 
     Long and dynamic rotary scalings switch tables with the longest position of a pass, so those models are served
@@ -259,7 +259,7 @@ def _max_context(config: Any) -> int:
     return limit
 
 
-def _refuse_unpackable(config: Any) -> None:
+def refuse_unpackable(config: Any) -> None:
     strange = set(getattr(config, "layer_types", None) or []) - _PACKABLE_LAYERS
     if strange:
         raise ModelRefused(

@@ -3,7 +3,8 @@
 A request's prompt is computed once (``Prefill``), in pieces that keep the others waiting only briefly, and shared by
 all its samples and by equal prompts that wait beside it. Its samples then take rows of the slab as there is room.
 When memory runs short the newest sequences give up their rows and are computed again later; nothing fails.
-``step`` does one pass of either kind; ``prompts.py`` scores prompt tokens; ``drawing.py`` chooses tokens.
+``step`` does one pass of either kind; ``prompts.py`` scores prompt tokens; ``drawing.py`` chooses tokens, of those
+that ``constraints.py`` allows; ``answers.py`` says what came of it.
 """
 
 import secrets
@@ -11,26 +12,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lorimer.engine.adapters import FrozenAdapter
+from lorimer.engine.answers import progress, result
 from lorimer.engine.batch import AdapterSlice, Pass
+from lorimer.engine.constraints import Constraint, Grammars, mask_
 from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
 from lorimer.engine.head import Head
 from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PrefixStore, PromptCache, Slab
-from lorimer.engine.messages import (
-    Done,
-    Failed,
-    Reply,
-    SampledSequence,
-    SampleProgress,
-    SampleRequest,
-    SampleResult,
-    TopkLogprobs,
-)
+from lorimer.engine.merged import MergedAdapter
+from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
 from lorimer.engine.model import BaseModel
 from lorimer.engine.prompts import PromptScores
 from lorimer.engine.stops import Stop
@@ -52,6 +48,8 @@ class Request:
     scores: PromptScores | None
     sequences: list["Sequence"] = field(default_factory=list)
     num_cached: int = 0
+    error: str = ""
+    """Why it fails once its sequences have ended."""
 
     @property
     def weights(self) -> str:
@@ -72,7 +70,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     best: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    stop_reason: str | None = None
+    stop_reason: Literal["stop", "length"] | None = None
+    constraint: Constraint | None = None
 
     @property
     def position(self) -> int:
@@ -109,8 +108,11 @@ class Sampler:
     ) -> None:
         self.model, self._tokenizer, self._eos = model, tokenizer, eos_token_ids
         self._head = Head(model)
+        self._grammars = Grammars(tokenizer, model.vocab_size, eos_token_ids)
         self._most_rows = most_rows
-        self._slab = Slab(max(1, int(0.75 * memory_bytes) // _position_bytes(model)))
+        self._merged = MergedAdapter(model, memory_bytes // 4)
+        for_slab = int(0.75 * memory_bytes) - (self._merged.memory_bytes if self._merged.is_possible else 0)
+        self._slab = Slab(max(1, for_slab // _position_bytes(model)))
         self._prefixes = PrefixStore(memory_bytes // 4)
         self._prefills: deque[Prefill] = deque()
         self._ready: deque[tuple[Sequence, PromptCache]] = deque()
@@ -147,7 +149,11 @@ class Sampler:
             scores=PromptScores.wanted(message),
         )
         seed = self._new_seed(64) if message.params.seed is None else message.params.seed
-        request.sequences = [Sequence(request, i, derive_seed(seed, i)) for i in range(message.num_samples)]
+        constraint = self._grammars.compile(message.grammar) if message.grammar else None
+        request.sequences = [
+            Sequence(request, i, derive_seed(seed, i), constraint=constraint and constraint.copy())
+            for i in range(message.num_samples)
+        ]
         self._requests[message.request_id] = request
         self._enqueue(request, prompt, request.sequences, request.scores)
 
@@ -289,7 +295,7 @@ class Sampler:
         device = self.model.device.torch
         attention = DecodeAttention(self._slab, torch.tensor(order, device=device))
         tokens, positions = np.array([(s.tokens[-1], s.position) for s in sequences]).T
-        slices = _slices([(s.request, 1) for s in sequences])
+        slices = self._decode_slices(sequences)
         hidden_NH = self._run(tokens, positions, Pass(slices, cache=attention))
         attention.finish()
         replies = self._draw(sequences, self._head.logits(hidden_NH, slices))
@@ -298,12 +304,19 @@ class Sampler:
                 self._free(row)
         return replies
 
+    def _decode_slices(self, sequences: list[Sequence]) -> list[AdapterSlice]:
+        slices, first = _slices([(s.request, 1) for s in sequences]), sequences[0].request
+        if first.adapter is None or slices[0].stop < len(sequences):
+            return slices
+        return self._merged.apply(first.weights, first.adapter, slices)
+
     def _run(self, tokens: np.ndarray, positions: np.ndarray, current: Pass) -> Tensor:
         device = self.model.device.torch
         return self.model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), current)
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
         """Choose a token for each sequence, end those that stop, and answer what is complete."""
+        mask_(logits_NV, [s.constraint for s in sequences])
         rules = DrawRules.of([s.rule for s in sequences], logits_NV.device)
         numbers = uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
         logprobs_NV = scaled_logprobs(logits_NV, rules.temperatures)
@@ -323,25 +336,21 @@ class Sampler:
         return replies
 
     def _after_token(self, sequence: Sequence) -> list[Reply]:
-        request = sequence.request
-        replies: list[Reply] = []
-        if request.stop.ends(sequence.tokens):
+        request, constraint = sequence.request, sequence.constraint
+        if constraint is not None:
+            request.error = constraint.advance(sequence.tokens[-1]) or request.error
+        if request.stop.ends(sequence.tokens) or (constraint is not None and constraint.is_complete):
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= request.max_tokens:
             sequence.stop_reason = "length"
-        message = request.message
-        if message.stream:
-            replies.append(
-                SampleProgress(
-                    request_id=message.request_id,
-                    index=sequence.index,
-                    tokens=sequence.tokens[-1:],
-                    logprobs=sequence.logprobs[-1:],
-                )
-            )
+        request_id = request.message.request_id
+        replies: list[Reply] = [progress(sequence)] if request.message.stream else []
         if sequence.stop_reason is not None and request.is_finished:
-            del self._requests[message.request_id]
-            replies.append(Done(request_id=message.request_id, result=_result(request)))
+            del self._requests[request_id]
+            if request.error:
+                replies.append(Failed(request_id=request_id, category="user", error=request.error))
+            else:
+                replies.append(Done(request_id=request_id, result=result(request)))
         return replies
 
     def fail_all(self, error: str) -> list[Reply]:
@@ -383,24 +392,3 @@ def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
             slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale))
         start = stop
     return slices
-
-
-def _result(request: Request) -> SampleResult:
-    sequences = []
-    for s in request.sequences:
-        top = None
-        if request.message.topk_sample_logprobs:
-            top = TopkLogprobs(
-                token_ids=np.stack([ids for ids, _ in s.best]).astype(np.int32),
-                logprobs=np.stack([values for _, values in s.best]).astype(np.float32),
-            )
-        sequences.append(
-            SampledSequence(
-                tokens=np.array(s.tokens, np.int32),
-                logprobs=np.array(s.logprobs, np.float32),
-                stop_reason="stop" if s.stop_reason == "stop" else "length",
-                topk_logprobs=top,
-            )
-        )
-    scores = {} if request.scores is None else request.scores.result()
-    return SampleResult(sequences=sequences, prompt_cache_hit_tokens=request.num_cached, **scores)

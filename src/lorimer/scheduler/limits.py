@@ -12,13 +12,14 @@ class SchedulerLimits:
     max_loaded_runs: int = 64
     """In the memory of one engine; idle ones make room, by a snapshot."""
     residence_seconds: float = 30.0
-    """A busy run that has been in memory so long makes room too, when others wait."""
+    """A busy run that has been in memory so long makes room too, when others wait; sooner where that costs little."""
     max_loaded_samplers: int = 64
     max_queued_samples: int = 20_000
     """Of one base model; more are answered with 429."""
     max_running_samples: int = 384
     """Sequences handed to an engine at once; the rest wait here, where users take turns."""
     max_losses_per_session: int = 64
+    max_runs_per_session: int = 4096
     turn_tokens: int = 0
     """Most training tokens handed to an engine in one turn; 0 takes twice what it packs into one pass."""
     gap_seconds: float = 60.0

@@ -9,8 +9,9 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 TRAINING = frozenset({"forward", "forward_backward"})
 """Kinds that go through the model together, many runs in one batch; every other kind of a run is a barrier."""
-REPLAYED = frozenset({"forward_backward", "optim_step"})
-"""Kinds that change a run and are done again after a crash. A load needs none of it: it ends with a snapshot."""
+REPLAYED = frozenset({"forward_backward", "optim_step", "load_weights"})
+"""Kinds that change a run and are done again after a crash. A load ends with a snapshot; only if that is damaged is it
+done again."""
 BARRIER_TOKENS = 16
 """What an operation without tokens counts in the accounts of who was served how much."""
 SUSPICIOUS_DEATHS = 2

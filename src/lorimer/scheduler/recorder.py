@@ -32,7 +32,8 @@ class Recorder:
         self._store = store
         self.open: dict[str, Operation] = {}
         """Every request that is not answered, by id."""
-        self._recent: OrderedDict[str, Outcome] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
+        """By request: whose it was, and how it ended."""
         self._recent_bytes, self._most_recent_bytes = 0, recent_bytes
         self._closing = asyncio.Event()
         self.on_settled: Callable[[Operation, Outcome], None] = lambda operation, outcome: None
@@ -77,17 +78,23 @@ class Recorder:
         self.open.pop(operation.request_id, None)
         if operation.outcome.done():
             return
-        self._recent[operation.request_id] = outcome
+        self._recent[operation.request_id] = operation.user_id, outcome
         self._recent_bytes += len(outcome.result)
         while self._recent_bytes > self._most_recent_bytes or len(self._recent) > _MOST_RECENT:
-            _, oldest = self._recent.popitem(last=False)
+            _, (_, oldest) = self._recent.popitem(last=False)
             self._recent_bytes -= len(oldest.result)
         operation.settle(outcome)
         self.on_settled(operation, outcome)
 
+    def owner(self, request_id: str) -> str | None:
+        """Whose request it is; None if only the store knows."""
+        if (operation := self.open.get(request_id)) is not None:
+            return operation.user_id
+        return self._recent[request_id][0] if request_id in self._recent else None
+
     def recent(self, request_id: str) -> Outcome | None:
-        return self._recent.get(request_id)
+        return self._recent[request_id][1] if request_id in self._recent else None
 
     def forget(self, request_id: str) -> None:
-        if (outcome := self._recent.pop(request_id, None)) is not None:
-            self._recent_bytes -= len(outcome.result)
+        if request_id in self._recent:
+            self._recent_bytes -= len(self._recent.pop(request_id)[1].result)

@@ -5,6 +5,7 @@ which is that of an earlier end if there was one.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from sqlalchemy import Connection
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, InvalidInput
 from lorimer.scheduler.commands import Sent
+from lorimer.scheduler.manifests import read_files
 from lorimer.scheduler.operation import Operation, Outcome
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral
 from lorimer.scheduler.runs import MISSING, needs_payload
@@ -24,7 +26,7 @@ from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
 from lorimer.store.usage import UsageItem, UsageKind
-from lorimer.store.weights import Weights, WeightsFile
+from lorimer.store.weights import Weights
 from lorimer.types.encoding import encode_forward_backward_output
 from lorimer.types.paths import checkpoint_path
 
@@ -34,11 +36,36 @@ def payloads(c: Connection, request_ids: Iterable[str]) -> dict[str, bytes]:
     return {request_id: payload for request_id, payload in found.items() if payload is not None}
 
 
-def journal(c: Connection, model_id: str) -> tuple[Run | None, list[FutureRow], dict[str, bytes]]:
-    """A run, its operations after its snapshot, and what they need to be computed."""
+@dataclass(frozen=True)
+class Journal:
+    """All there is of a run: its newest snapshot, named in its row, and what came after it."""
+
+    run: Run
+    rows: list[FutureRow]
+    payloads: dict[str, bytes]
+    """By request, of the operations that will be computed."""
+    creation: bytes | None
+    """What it was made of, where there is no snapshot yet."""
+
+
+def journal(c: Connection, model_id: str) -> Journal | None:
     run = runs.get_run(c, model_id)
-    rows = [] if run is None else futures.journal(c, model_id, max(run.snapshot_seq, 0))
-    return run, rows, payloads(c, [row.request_id for row in rows if needs_payload(row)])
+    if run is None:
+        return None
+    rows = futures.journal(c, model_id, max(run.resume_seq, 0))
+    found = payloads(c, [row.request_id for row in rows if needs_payload(row)])
+    return Journal(run, rows, found, _creation(c, run) if run.resume_name is None else None)
+
+
+def _creation(c: Connection, run: Run) -> bytes | None:
+    made = futures.journal(c, f"{run.session_id}:models", run.model_seq_id - 1)
+    return futures.payload(c, made[0].request_id) if made and made[0].seq_id == run.model_seq_id else None
+
+
+def fall_back(c: Connection, model_id: str, damaged: str) -> Journal | None:
+    """A run begins with the snapshot before the damaged one from now on, or as it was made; this is what follows."""
+    runs.drop_newest(c, model_id, damaged)
+    return journal(c, model_id)
 
 
 def recorded(c: Connection, request_id: str) -> Outcome | None:
@@ -97,11 +124,17 @@ def release(c: Connection, lane: str, request_ids: Sequence[str]) -> list[str]:
     return released
 
 
-def set_snapshot(c: Connection, model_id: str, seq_id: int, name: str) -> str | None:
-    """The run begins at this snapshot from now on; gives the one that is no longer needed."""
-    obsolete = runs.set_snapshot(c, model_id, seq_id, name)
+def set_snapshot(
+    c: Connection, model_id: str, seq_id: int, name: str, verified: str | None
+) -> tuple[Run | None, list[str]]:
+    """The run begins with this snapshot from now on; gives its row and the snapshots that are no longer needed.
+
+    The newest so far, if it was ``verified``, stays to fall back on, and the journal begins there.
+    """
+    obsolete = [runs.confirm_snapshot(c, model_id, verified)] if verified is not None else []
+    obsolete.append(runs.set_snapshot(c, model_id, seq_id, name))
     futures.drop_payloads(c, model_id, seq_id)
-    return obsolete
+    return runs.get_run(c, model_id), [old for old in obsolete if old is not None]
 
 
 def finish_creation(c: Connection, operation: Operation, run: Run, payload: CreateModel) -> Outcome:
@@ -115,16 +148,16 @@ def finish_operation(
     c: Connection, operation: Operation, run: Run, sent: Sent, results: Sequence[messages.Result]
 ) -> Outcome:
     """Record what the engine answered to an operation of a run."""
-    known = recorded(c, operation.request_id)
-    if known is None or known.state != "pending":
-        return known or Outcome("gone", error="the request is not on record")
     match results[-1]:
         case messages.TrainResult() as result:
-            usage.record(c, [_used(operation, run.project_id, run.base_model, "training", operation.tokens)])
+            used = _used(operation, run.project_id, run.base_model, "training", operation.tokens)
             encoded = encode_forward_backward_output(wire_training_output(result))
-            return _finish(c, operation, encoded, "protobuf")
+            return _finish(c, operation, encoded, "protobuf", [used])
         case messages.StepResult(metrics=metrics):
             return _finish(c, operation, msgspec.json.encode({"type": "optim_step", "metrics": metrics}))
+    known = recorded(c, operation.request_id)
+    if known is None or known.state != "pending":
+        return known or _gone(operation)
     assert sent.directory is not None
     match sent.payload:
         case Save() as payload:
@@ -132,7 +165,7 @@ def finish_operation(
         case SaveEphemeral(sampling_session_seq_id=seq):
             return _finish_ephemeral(c, operation, run, seq, sent.directory)
         case Load(path=path):
-            sent.obsolete = set_snapshot(c, run.model_id, operation.seq_id, sent.directory.name)
+            sent.snapshot = set_snapshot(c, run.model_id, operation.seq_id, sent.directory.name, sent.verified)
             answer = {"type": "load_weights", "path": path, "model_id": run.model_id}
             return _finish(c, operation, msgspec.json.encode(answer))
     raise AssertionError(f"{results!r} answers no operation")
@@ -205,8 +238,7 @@ def finish_sample(
         for kind, count in zip(kinds, counts, strict=True)
         if count
     ]
-    usage.record(c, used)
-    return _finish(c, operation, encoded, "protobuf")
+    return _finish(c, operation, encoded, "protobuf", used)
 
 
 def finish_plain(c: Connection, operation: Operation, answer: dict[str, str]) -> Outcome:
@@ -214,13 +246,22 @@ def finish_plain(c: Connection, operation: Operation, answer: dict[str, str]) ->
 
 
 def _finish(
-    c: Connection, operation: Operation, result: bytes, result_format: Literal["json", "protobuf"] = "json"
+    c: Connection,
+    operation: Operation,
+    result: bytes,
+    result_format: Literal["json", "protobuf"] = "json",
+    used: Sequence[UsageItem] = (),
 ) -> Outcome:
+    """End an operation, with what it used; one that has ended already stays as it was."""
     started_at = datetime.fromtimestamp(operation.started_at, UTC) if operation.started_at else None
-    done = Outcome("done", result=result, result_format=result_format)
     if futures.finish(c, operation.request_id, result=result, result_format=result_format, started_at=started_at):
-        return done
-    return recorded(c, operation.request_id) or done
+        usage.record(c, used)
+        return Outcome("done", result=result, result_format=result_format)
+    return recorded(c, operation.request_id) or _gone(operation)
+
+
+def _gone(operation: Operation) -> Outcome:
+    return Outcome("gone", error=f"request {operation.request_id!r} is not on record")
 
 
 def _used(operation: Operation, project_id: str | None, base_model: str, kind: UsageKind, amount: int) -> UsageItem:
@@ -230,14 +271,10 @@ def _used(operation: Operation, project_id: str | None, base_model: str, kind: U
 # ── directories that the engine wrote ─────────────────────────────────────────────────────────────────
 
 
-class _Manifest(msgspec.Struct):
-    files: dict[str, WeightsFile]
-
-
 def _add_weights(c: Connection, run: Run, directory: Path, *, has_optimizer: bool) -> Weights:
     try:
-        files = msgspec.json.decode((directory / "lorimer.json").read_bytes(), type=_Manifest).files
-    except (OSError, msgspec.DecodeError) as error:
+        files = read_files(directory)
+    except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError("what was saved has vanished from the data directory") from error
     return weights.add_weights(
         c,

@@ -1,4 +1,7 @@
-"""Brings runs into the engine and gives them up: a run is its snapshot and what the journal has after it."""
+"""Brings runs into the engine and gives them up: a run is its snapshot and what the journal has after it.
+
+A newest snapshot that cannot be read is dropped, and the run begins with the one before it.
+"""
 
 import asyncio
 import contextlib
@@ -8,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from lorimer.engine import messages
-from lorimer.errors import EngineDied, EngineError, InvalidInput, LorimerError, StorageError
+from lorimer.errors import CheckpointError, EngineDied, EngineError, InvalidInput, LorimerError, StorageError
 from lorimer.scheduler import records
-from lorimer.scheduler.commands import create_command, load_command
+from lorimer.scheduler.commands import create_command, discard, load_command
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.losses import LossRegistry
@@ -55,7 +58,7 @@ class Restorer:
             await self._put_off(state, error, is_final)
             return
         state.restoring = None
-        state.phase, state.loaded_at, state.failures = "loaded", time.monotonic(), 0
+        state.phase, state.loaded_at, state.has_had_turn, state.failures = "loaded", time.monotonic(), False, 0
         if state.replays:
             log.info("replaying %d operations", len(state.replays), extra={"model_id": state.model_id})
         else:
@@ -71,36 +74,57 @@ class Restorer:
         if state.saving is not None:
             await asyncio.wait([state.saving])
         state.passed.clear()  # the journal has these
-        run, rows, payloads = await self._recorder.read(records.journal, state.model_id)
-        if run is None:
-            raise InvalidInput("there is no record of it any more")
-        state.run = run
-        if run.corrupted:
-            raise InvalidInput(run.corrupted)
-        await self._losses.recall(run.session_id)
-        await self._load(state)
-        late = rebuild(state, rows, payloads)
+        journal = self._take(state, await self._recorder.read(records.journal, state.model_id))
+        await self._losses.recall(journal.run.session_id)
+        try:
+            await self._load(state, journal)
+        except CheckpointError as error:
+            journal = await self._fall_back(state, error)
+            await self._load(state, journal)
+        late = rebuild(state, journal.rows, journal.payloads)
         for operation in state.operations.values():
             if operation.is_accepted:
                 self._recorder.open.setdefault(operation.request_id, operation)
         return late
 
-    async def _load(self, state: RunState) -> None:
-        run, creation = state.run, state.creation
+    def _take(self, state: RunState, journal: records.Journal | None) -> records.Journal:
+        if journal is None:
+            raise InvalidInput("there is no record of it any more")
+        state.run = journal.run
+        if journal.run.corrupted:
+            raise InvalidInput(journal.run.corrupted)
+        return journal
+
+    async def _fall_back(self, state: RunState, error: CheckpointError) -> records.Journal:
+        """The newest snapshot cannot be read; go on with the one before it, if there is one."""
+        damaged = state.run.newest_name
+        if damaged is None:
+            raise error
+        log.error("falling back on an older snapshot: %s", error, extra={"model_id": state.model_id})
+        journal = self._take(state, await self._recorder.write(records.fall_back, state.model_id, damaged))
+        self._drop_from_engine(state)
+        await discard(self._directory, self._directory.snapshots / damaged)
+        return journal
+
+    async def _load(self, state: RunState, journal: records.Journal) -> None:
+        """Have the engine make the run and load what it begins with; ``CheckpointError`` if that cannot be read."""
+        run, made_of = journal.run, _creation(state, journal)
         created = self._slot.submit(create_command(run))
-        payload = decode_payload(creation.payload) if creation is not None else CreateModel()
-        assert isinstance(payload, CreateModel)
-        if run.snapshot_name is None and payload.weights_name is not None:
-            source = self._directory.weights / payload.weights_name
-            await asyncio.gather(created, self._slot.submit(load_command(run, source, payload.optimizer)))
+        if run.resume_name is not None:
+            loaded = self._slot.submit(load_command(run, self._directory.snapshots / run.resume_name, optimizer=True))
+            await created
+            try:
+                await loaded
+            except InvalidInput as error:
+                raise CheckpointError(str(error)) from error
+        elif made_of.weights_name is not None:
+            source = self._directory.weights / made_of.weights_name
+            await asyncio.gather(created, self._slot.submit(load_command(run, source, made_of.optimizer)))
             await self._snapshots.save(state, 0)
-        elif run.snapshot_name is not None:
-            source = self._directory.snapshots / run.snapshot_name
-            await asyncio.gather(created, self._slot.submit(load_command(run, source, optimizer=True)))
         else:
             await created
-        if creation is not None:
-            await self._recorder.finish(creation, records.finish_creation, run, payload)
+        if state.creation is not None:
+            await self._recorder.finish(state.creation, records.finish_creation, run, made_of)
             state.creation = None
 
     async def _put_off(self, state: RunState, error: Exception, is_final: bool) -> None:
@@ -120,6 +144,9 @@ class Restorer:
     def drop(self, state: RunState) -> None:
         """Take a run out of the engine as it is; it comes back as the journal has it."""
         state.forget_engine()
+        self._drop_from_engine(state)
+
+    def _drop_from_engine(self, state: RunState) -> None:
         with contextlib.suppress(LorimerError):  # there may be no engine, or nothing to drop
             self._slot.submit(messages.DropRun(request_id=f"drop:{state.model_id}", model_id=state.model_id))
 
@@ -136,3 +163,15 @@ class Restorer:
             if operation.is_accepted:
                 await self._fail(state, operation, InvalidInput(reason))
         self._on_restored(state)
+
+
+def _creation(state: RunState, journal: records.Journal) -> CreateModel:
+    """What the run was made of; asked while that is to be answered, or nothing later is known of the run."""
+    payload = journal.creation if state.creation is None else state.creation.payload
+    if payload is None:
+        if journal.run.resume_name is None:
+            raise CheckpointError("the record of how it was made is not complete")
+        return CreateModel()
+    creation = decode_payload(payload)
+    assert isinstance(creation, CreateModel)
+    return creation

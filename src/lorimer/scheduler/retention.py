@@ -50,7 +50,8 @@ async def sweep(scheduler: "Scheduler") -> None:
             model.training.expire(run.model_id)
     directory = scheduler.directory
     paths = [directory.weights / found.name for found in gone.weights]
-    paths += [directory.snapshots / run.snapshot_name for run in gone.runs if run.snapshot_name is not None]
+    names = [name for run in gone.runs for name in (run.snapshot_name, run.newest_name)]
+    paths += [directory.snapshots / name for name in names if name is not None]
     for path in paths:
         await asyncio.to_thread(directory.remove, path)
     if gone.samplers or paths:

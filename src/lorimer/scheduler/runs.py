@@ -52,6 +52,8 @@ class RunState:
     """How many times restoring it has failed for no fault of its own."""
     retry_at: float = 0.0
     loaded_at: float = 0.0
+    has_had_turn: bool = False
+    """Something was computed for it since it was loaded."""
     work_seconds: float = 0.0
     """Engine time since the last snapshot."""
     snapshot_cost: float = 0.0
@@ -100,7 +102,7 @@ class RunState:
 
     def has_passed(self, seq_id: int) -> bool:
         """Whether this number has gone by, as far as is known."""
-        return seq_id <= self.run.snapshot_seq or (self.lane is not None and self.lane.has_passed(seq_id))
+        return seq_id <= self.run.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))
 
     def arrive(self, operation: Operation) -> bool:
         """Take an operation that is on record now; False if its number has gone by meanwhile."""
@@ -145,7 +147,7 @@ def rebuild(state: RunState, rows: Sequence[FutureRow], payloads: Mapping[str, b
 
     Gives the operations that came too late: later ones have been computed without them.
     """
-    applied = max(state.run.snapshot_seq, 0)  # number 0 is the run's creation
+    applied = max(state.run.resume_seq, 0)  # number 0 is the run's creation
     lane = Lane(applied + 1)
     for row in rows:
         if row.kind == MISSING and row.seq_id is not None:

@@ -8,14 +8,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
 
 from lorimer import types
 from lorimer.engine import messages
 from lorimer.errors import Busy, Cancelled, EngineDied, EngineError, LorimerError, StorageError
 from lorimer.scheduler import records
+from lorimer.scheduler.background import Background
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.isolation import Isolation
 from lorimer.scheduler.limits import SchedulerLimits
@@ -34,10 +35,17 @@ _TYPICAL_TOKENS = 256
 
 
 @dataclass(eq=False)
-class SampleOperation(Operation):
+class AnySample(Operation):
+    """A sample under way: of a sampling session, on record, or of a caller who waits for it (``streaming.py``)."""
+
     request: types.SampleRequest = field(kw_only=True)
-    sampler: SamplingSession = field(kw_only=True)
+    grammar: str = ""
     is_cancelled: bool = False
+
+    @property
+    def weights_id(self) -> str | None:
+        """None samples the base model."""
+        raise NotImplementedError
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -47,6 +55,35 @@ class SampleOperation(Operation):
     def estimate(self) -> int:
         params = self.request.sampling_params
         return self.tokens + self.request.num_samples * (params.max_tokens or _TYPICAL_TOKENS)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether another engine may compute it from the start."""
+        return True
+
+    async def finish(self, recorder: Recorder, response: types.SampleResponse, num_sampled: int) -> None:
+        raise NotImplementedError
+
+    async def fail(self, recorder: Recorder, error: LorimerError) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class SampleOperation(AnySample):
+    sampler: SamplingSession = field(kw_only=True)
+
+    @property
+    def weights_id(self) -> str | None:
+        return self.sampler.weights_id
+
+    async def finish(self, recorder: Recorder, response: types.SampleResponse, num_sampled: int) -> None:
+        cached = response.prompt_cache_hit_tokens
+        counts = (max(0, self.tokens - cached), cached, num_sampled)
+        encoded = encode_sample_response(response)
+        await recorder.finish(self, records.finish_sample, self.sampler, encoded, counts)
+
+    async def fail(self, recorder: Recorder, error: LorimerError) -> None:
+        await recorder.fail(self, error, "cancelled" if isinstance(error, Cancelled) else "failed")
 
 
 def sequence_ids(request_id: str, num_samples: int) -> list[str]:
@@ -64,11 +101,11 @@ class SamplingQueue:
         """Who is told of new tokens as they come, by request."""
         self.on_answer: Callable[[], None] = self.pump
         self._limits, self._recorder, self._isolation = limits, recorder, isolation
-        self._waiting: dict[str, deque[SampleOperation]] = {}
+        self._waiting: dict[str, deque[AnySample]] = {}
         """By user, in the order they came; no user without any."""
-        self._running: dict[str, SampleOperation] = {}
+        self._running: dict[str, AnySample] = {}
         self._num_waiting = self._num_sequences = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("a sample was not recorded")
         self._is_closing = False
 
     @property
@@ -79,24 +116,30 @@ class SamplingQueue:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def unanswered(self) -> Iterator[AnySample]:
+        yield from chain(self._running.values(), *self._waiting.values())
+
     def check_room(self, user_id: str) -> None:
         """A full queue takes no more from users who have their part of it, and at twice its size from nobody."""
+        if self._is_closing:
+            raise Busy("the server is shutting down")
         total, most = self._num_waiting + len(self._running), self._limits.max_queued_samples
         own = self.shares.num_open_of(user_id)
         if total >= 2 * most or (total >= most and own * max(1, len(self._waiting)) >= most):
             raise Busy(f"{total} samples are waiting for {self.slot.name}; try again in a moment")
 
-    def arrive(self, operation: SampleOperation) -> None:
+    def arrive(self, operation: AnySample) -> None:
         self.shares.enter(operation.user_id)
         self._enqueue(operation)
         self.pump()
 
-    def _enqueue(self, operation: SampleOperation, *, first: bool = False) -> None:
+    def _enqueue(self, operation: AnySample, *, first: bool = False) -> None:
         queue = self._waiting.setdefault(operation.user_id, deque())
         queue.appendleft(operation) if first else queue.append(operation)
         self._num_waiting += 1
 
-    def _dequeue(self, operation: SampleOperation) -> None:
+    def _dequeue(self, operation: AnySample) -> None:
         queue = self._waiting[operation.user_id]
         queue.remove(operation)
         if not queue:
@@ -117,9 +160,9 @@ class SamplingQueue:
             self._running[operation.request_id] = operation
             self._num_sequences += operation.request.num_samples
             self.shares.charge(operation.user_id, operation.estimate)
-            self._spawn(self._run(operation))
+            self._background.spawn(self._run(operation))
 
-    def _next(self) -> SampleOperation | None:
+    def _next(self) -> AnySample | None:
         if not self._waiting:
             return None
         if self._isolation.is_on:
@@ -129,13 +172,13 @@ class SamplingQueue:
         is_full = self._num_sequences + operation.request.num_samples > self._limits.max_running_samples
         return None if self._running and is_full else operation
 
-    async def _run(self, operation: SampleOperation) -> None:
+    async def _run(self, operation: AnySample) -> None:
         attempt = operation.deaths
         held: Held | None = None
         operation.started_at = time.time()
         try:
-            if operation.sampler.weights_id is not None:
-                held = await self.pool.hold(operation.sampler.weights_id)
+            if operation.weights_id is not None:
+                held = await self.pool.hold(operation.weights_id)
             if operation.deaths != attempt:
                 return  # the engine ended meanwhile, and it was put back
             if operation.is_cancelled:
@@ -156,50 +199,49 @@ class SamplingQueue:
             self._leave(operation)
             await self._record(operation, result)
 
-    def _command(self, operation: SampleOperation, held: Held | None) -> messages.SampleRequest:
+    def _command(self, operation: AnySample, held: Held | None) -> messages.SampleRequest:
         return engine_sample(
             operation.request,
             operation.request_id,
             held.name if held is not None else None,
             cache_salt=operation.user_id,
+            grammar=operation.grammar,
             stream=operation.request_id in self.listeners,
         )
 
-    def _leave(self, operation: SampleOperation) -> None:
+    def _leave(self, operation: AnySample) -> None:
         """The engine has answered."""
         operation.deaths = 0
         self._end_run(operation)
         self.shares.leave(operation.user_id)
         self.on_answer()
 
-    def _end_run(self, operation: SampleOperation) -> None:
+    def _end_run(self, operation: AnySample) -> None:
         del self._running[operation.request_id]
         self._num_sequences -= operation.request.num_samples
         self.shares.charge(operation.user_id, -operation.estimate)
 
     # ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
-    async def _record(self, operation: SampleOperation, result: messages.SampleResult) -> None:
+    async def _record(self, operation: AnySample, result: messages.SampleResult) -> None:
         num_sampled = sum(len(sequence.tokens) for sequence in result.sequences)
-        cached = result.prompt_cache_hit_tokens
         self.tokens_sampled += num_sampled
         self.shares.charge(operation.user_id, operation.tokens + num_sampled)
         try:
-            encoded = encode_sample_response(wire_sample_response(result, operation.request, operation.sequence_ids))
-            counts = (max(0, operation.tokens - cached), cached, num_sampled)
-            await self._recorder.finish(operation, records.finish_sample, operation.sampler, encoded, counts)
+            response = wire_sample_response(result, operation.request, operation.sequence_ids)
+            await operation.finish(self._recorder, response, num_sampled)
         except StorageError:
             return  # the server is closing; it is run again at the next start
         except Exception as error:
             await self._fail(operation, error)
 
-    async def _fail(self, operation: SampleOperation, error: Exception) -> None:
+    async def _fail(self, operation: AnySample, error: Exception) -> None:
         if not isinstance(error, LorimerError):
             log.error("a sample failed", exc_info=error, extra={"request_id": operation.request_id})
             error = EngineError(f"the sample failed: {type(error).__name__}")
-        await self._recorder.fail(operation, error, "cancelled" if isinstance(error, Cancelled) else "failed")
+        await operation.fail(self._recorder, error)
 
-    async def cancel(self, operation: SampleOperation) -> None:
+    async def cancel(self, operation: AnySample) -> None:
         """Give a sample up, wherever it is."""
         operation.is_cancelled = True
         if operation.request_id in self._running:
@@ -207,11 +249,15 @@ class SamplingQueue:
         elif operation in self._waiting.get(operation.user_id, ()):
             await asyncio.shield(self._give_up(operation, Cancelled("cancelled by the client")))
 
-    def _give_up(self, operation: SampleOperation, error: Exception) -> "asyncio.Task[None]":
+    def abandon(self, operation: AnySample) -> None:
+        """Give a sample up in the background."""
+        self._background.spawn(self.cancel(operation))
+
+    def _give_up(self, operation: AnySample, error: Exception) -> "asyncio.Task[None]":
         """End one that waits."""
         self._dequeue(operation)
         self.shares.leave(operation.user_id)
-        return self._spawn(self._fail(operation, error))
+        return self._background.spawn(self._fail(operation, error))
 
     def engine_ended(self, reason: str, is_final: bool) -> None:
         """Put back what the engine had. ``is_final``: no engine can be had, so nothing need wait for one."""
@@ -223,24 +269,13 @@ class SamplingQueue:
         for operation in [operation for queue in self._waiting.values() for operation in queue]:
             if operation.is_cancelled:
                 self._give_up(operation, Cancelled("cancelled by the client"))
-            elif is_final or operation.deaths >= self._limits.max_engine_deaths:
+            elif is_final or not operation.can_repeat or operation.deaths >= self._limits.max_engine_deaths:
                 self._give_up(operation, EngineError(f"the engine ended while it computed this: {reason}"))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a sample was not recorded", exc_info=error)
 
     async def close(self) -> None:
         """Stop giving out work; what the engine has not answered is run again at the next start."""
         self._is_closing = True
-        while tasks := [task for task in self._tasks if not task.done()]:
+        while tasks := self._background.unfinished:
             done, pending = await asyncio.wait(tasks, timeout=5.0)
             if not done:
                 for task in pending:

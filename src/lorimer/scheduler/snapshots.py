@@ -1,12 +1,13 @@
-"""Secures runs in the background: when a replay would take long, when a run makes room for another, and at the end."""
+"""Secures runs in the background: when a replay would take long, when a run makes room for another, and at the end.
+
+Before a snapshot takes the place of the one before it, that one is verified; it and the journal after it are kept until
+the next. So one snapshot that is torn or damaged makes a replay longer, and a run never has more than two.
+"""
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lorimer.engine import messages
@@ -15,9 +16,11 @@ from lorimer.scheduler import records
 from lorimer.scheduler.commands import discard, snapshot_command
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.scheduler.manifests import is_whole
 from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.runs import RunState
 from lorimer.store.directory import DataDirectory
+from lorimer.store.runs import Run
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -44,10 +47,10 @@ class Snapshots:
         if state.work_seconds >= due and state.phase == "loaded" and state.saving is None:
             self._begin(state, self._save_and_report(state))
 
-    def park(self, state: RunState) -> None:
-        """Take a run out of the engine; it is brought in again when it is needed."""
+    def park(self, state: RunState, *, is_forced: bool) -> None:
+        """Take a run out of the engine, also one that is used meanwhile if ``is_forced``; it comes back when needed."""
         state.is_leaving = True
-        self._begin(state, self._park(state, is_forced=not state.is_idle))
+        self._begin(state, self._park(state, is_forced))
 
     def _begin(self, state: RunState, work: Coroutine[Any, Any, None]) -> None:
         state.saving = task = asyncio.ensure_future(work)
@@ -65,7 +68,7 @@ class Snapshots:
     async def _park(self, state: RunState, is_forced: bool) -> None:
         while state.recording:
             await asyncio.wait(state.recording)
-        if state.work_seconds or state.run.snapshot_name is None:
+        if state.work_seconds or state.run.resume_name is None:
             await self._save_and_report(state)  # without one the journal still has it all, and is replayed
         if state.phase != "loaded" or (state.operations and not is_forced):
             return  # the engine is gone, or the run is needed after all
@@ -87,25 +90,33 @@ class Snapshots:
         """Write a snapshot of the run as the engine has it after ``seq_id``, the last number it was given."""
         target = self._directory.new_snapshot_directory()
         secured, state.work_seconds = state.work_seconds, 0.0
-        began = time.monotonic()
         try:
-            await self._slot.submit(snapshot_command(state.run, target))
+            state.snapshot_cost = await self._slot.timed(snapshot_command(state.run, target))
         except BaseException:
             state.work_seconds += secured
             await discard(self._directory, target)
             raise
-        state.snapshot_cost = time.monotonic() - began
         await settled(state, seq_id)
+        verified = await self.verified(state)
         # From here on the run's row may name it, whatever becomes of the answer; a needless one goes at the next start.
-        obsolete = await self._recorder.write(records.set_snapshot, state.model_id, seq_id, target.name)
-        self.adopt(state, seq_id, target, obsolete)
+        self.adopt(
+            state, *await self._recorder.write(records.set_snapshot, state.model_id, seq_id, target.name, verified)
+        )
 
-    def adopt(self, state: RunState, seq_id: int, target: Path, obsolete: str | None) -> None:
-        """The run's row names ``target`` now, and ``obsolete`` no more."""
-        if obsolete != target.name:
-            state.run = replace(state.run, snapshot_seq=seq_id, snapshot_name=target.name)
-        if obsolete is not None:
-            task = asyncio.ensure_future(discard(self._directory, self._directory.snapshots / obsolete))
+    async def verified(self, state: RunState) -> str | None:
+        """The run's newest snapshot, if it can be fallen back on."""
+        name = state.run.newest_name
+        if name is None or await asyncio.to_thread(is_whole, self._directory.snapshots / name):
+            return name
+        log.warning("snapshot %s is damaged; the one before it is kept", name, extra={"model_id": state.model_id})
+        return None
+
+    def adopt(self, state: RunState, run: Run | None, obsolete: Iterable[str]) -> None:
+        """The run's row is ``run`` now, and names ``obsolete`` no more."""
+        if run is not None:
+            state.run = run
+        for name in obsolete:
+            task = asyncio.ensure_future(discard(self._directory, self._directory.snapshots / name))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -1,4 +1,4 @@
-"""The runs of one base model: takes their operations in order, gives them to the engine turn by turn, records results.
+"""The runs of one base model: takes their operations in order and gives them to the engine turn by turn.
 
 Up to two turns are with the engine, so that it never waits for this process. The engine computes commands in the order
 they are sent, so operations of a run may be sent before earlier ones are answered; one that fails has changed nothing
@@ -6,35 +6,31 @@ and those after it go on. When an engine ends, everything it was given is laid o
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from lorimer.engine import messages
-from lorimer.errors import Busy, EngineError, InvalidInput, LorimerError, StorageError
-from lorimer.scheduler import records
+from lorimer.errors import Busy, EngineError, InvalidInput
+from lorimer.scheduler.answers import Answers
+from lorimer.scheduler.background import Background
 from lorimer.scheduler.batching import Queue, Turn, next_turn
-from lorimer.scheduler.commands import Sent, discard, refused, send_barrier, to_forward_backward
+from lorimer.scheduler.commands import Sent, refused, send_barrier, to_forward_backward
 from lorimer.scheduler.engines import EngineSlot
+from lorimer.scheduler.gaps import Gaps
 from lorimer.scheduler.isolation import Isolation
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.losses import LossRegistry
-from lorimer.scheduler.operation import BARRIER_TOKENS, REPLAYED, Operation
+from lorimer.scheduler.operation import BARRIER_TOKENS, Operation
 from lorimer.scheduler.recorder import Recorder
+from lorimer.scheduler.residents import Residents
 from lorimer.scheduler.restoring import Restorer
 from lorimer.scheduler.runs import RunState
 from lorimer.scheduler.shares import Shares
-from lorimer.scheduler.snapshots import Snapshots, settled
+from lorimer.scheduler.snapshots import Snapshots
 from lorimer.store.directory import DataDirectory
 from lorimer.store.runs import Run
 
-log = logging.getLogger("lorimer.scheduler")
-
 _MOST_TURNS = 2
-_IDLE_SECONDS = 0.5
-"""A run whose client has not come back for so long counts as idle: between two steps of a loop it always does."""
-_CHANGING = REPLAYED | {"load_weights"}
 
 
 class TrainingQueue:
@@ -56,7 +52,8 @@ class TrainingQueue:
         self.tokens_trained = 0
         self.on_answer: Callable[[], None] = self.pump
         self._directory, self._limits, self._recorder = directory, limits, recorder
-        self._losses, self._isolation, self._on_published = losses, isolation, on_published
+        self._losses, self._isolation = losses, isolation
+        self._background = Background("a task of the scheduler failed")
         self._snapshots = Snapshots(slot, directory, limits, recorder, self._secured)
         self._restorer = Restorer(
             slot,
@@ -68,12 +65,25 @@ class TrainingQueue:
             on_restored=self._restored,
             fail=self._fail,
         )
+        self._residents = Residents(
+            self.runs, slot, limits, isolation, self._snapshots, self._restorer, self._background, self.pump
+        )
+        self._gaps = Gaps(limits.gap_seconds, recorder, self._background, forget=self._forget, on_closed=self.pump)
+        self._answers = Answers(
+            slot,
+            directory,
+            recorder,
+            self._snapshots,
+            self._restorer,
+            fail=self._fail,
+            forget=self._forget,
+            on_loaded=self.pump,
+            on_published=on_published,
+        )
         self._turns: list[tuple[Turn, list[Sent]]] = []
         """With the engine, in the order they were sent."""
         self._turn_began = 0.0
         self._open_bytes = 0
-        self._second_look: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     @property
@@ -125,11 +135,11 @@ class TrainingQueue:
         self._open_bytes += operation.size
         is_in_time = state.arrive(operation)
         if state.phase == "corrupted":
-            self._record(state, self._fail(state, operation, InvalidInput(state.error)))
+            self._background.record(state, self._fail(state, operation, InvalidInput(state.error)))
         elif not is_in_time:
             reason = f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id"
-            self._record(state, self._fail(state, operation, InvalidInput(reason)))
-        self._watch_gap(state)
+            self._background.record(state, self._fail(state, operation, InvalidInput(reason)))
+        self._gaps.watch(state)
         self.pump()
 
     def take_up(self, state: RunState, operation: Operation) -> None:
@@ -140,50 +150,11 @@ class TrainingQueue:
     def skip(self, state: RunState, seq_id: int) -> None:
         """A number that was refused has gone by."""
         state.skip(seq_id)
-        self._watch_gap(state)
+        self._gaps.watch(state)
         self.pump()
 
     def create(self, state: RunState, creation: Operation) -> None:
         state.creation = creation
-        self.pump()
-
-    def _watch_gap(self, state: RunState) -> None:
-        missing = state.lane.missing if state.lane is not None else None
-        if missing is None and state.gap is not None:
-            state.gap.cancel()
-            state.gap = None
-        elif missing is not None and state.gap is None and not self._is_closing:
-            loop = asyncio.get_running_loop()
-            state.gap = loop.call_later(self._limits.gap_seconds, self._close_gap, state, missing)
-
-    def _close_gap(self, state: RunState, missing: int) -> None:
-        state.gap = None
-        lane = state.lane
-        if lane is None or lane.missing is None:
-            return
-        gaps = lane.gaps()
-        is_coming = any(first <= seq <= last for first, last in gaps for seq in state.operations)
-        if lane.missing != missing or is_coming:  # that one came, or is just being put on record
-            self._watch_gap(state)
-            return
-        numbers = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in gaps[:8])
-        reason = (
-            f"operation {numbers} of run {state.model_id} never arrived; those after it were given up after "
-            f"{self._limits.gap_seconds:.0f} s. Submit them again, with new numbers"
-        )
-        self._record(state, self._abandon(state, gaps, lane.held(), reason))
-
-    async def _abandon(
-        self, state: RunState, gaps: list[tuple[int, int]], waiting: list[Operation], reason: str
-    ) -> None:
-        """On record first: were the order to go on before, a replay would wait for the lost numbers again."""
-        outcomes = await self._recorder.write(records.abandon, state.run, gaps, waiting, reason)
-        if state.lane is not None:
-            state.lane.give_up(gaps, waiting)
-        for operation, outcome in zip(waiting, outcomes, strict=True):
-            self._recorder.settle(operation, outcome)
-            self._forget(state, operation)
-        self._watch_gap(state)
         self.pump()
 
     # ── giving work to the engine ─────────────────────────────────────────────────────────────────────
@@ -192,7 +163,7 @@ class TrainingQueue:
         """Start what can be started. Called after everything that may have made that possible."""
         if self._is_closing:
             return
-        self._bring_in()
+        self._residents.bring_in()
         while self.slot.is_ready and len(self._turns) < _MOST_TURNS:
             turn = self._next_turn()
             if not turn.operations:
@@ -211,49 +182,12 @@ class TrainingQueue:
         queues = [Queue(state.run.user_id, state.ready) for state in waiting]
         return next_turn(queues, self.shares.served, budget, alone=is_isolated)
 
-    def _bring_in(self) -> None:
-        """Have the engine hold the runs that have something to do."""
-        now = time.monotonic()
-        waiting = [s for s in self.runs.values() if s.phase == "absent" and s.has_work and s.retry_at <= now]
-        if not waiting:
-            return
-        if not self.slot.is_ready:
-            self.slot.start()
-            return
-        if self._isolation.is_on:
-            waiting = [] if self._isolation.is_busy() else [state for state in waiting if state.has_suspect][:1]
-        waiting.sort(key=lambda state: state.waiting_since)
-        held = [state for state in self.runs.values() if state.phase in ("loaded", "restoring")]
-        room = max(0, self._limits.max_loaded_runs - len(held))
-        for state in waiting[:room]:
-            state.phase = "restoring"
-            state.restoring = self._spawn(self._restorer.restore(state))
-        self._make_room(len(waiting) - room, held)
-
-    def _make_room(self, num_wanted: int, held: Iterable[RunState]) -> None:
-        """Idle runs leave first, the longest unused before others; then those that have had their time."""
-        now = time.monotonic()
-        latest, unused = now - self._limits.residence_seconds, now - _IDLE_SECONDS
-        staying = [state for state in held if state.phase == "loaded" and state.saving is None]
-        leaving = [s for s in staying if (s.is_idle and s.last_used <= unused) or s.loaded_at < latest]
-        leaving.sort(key=lambda state: (not state.is_idle, state.last_used if state.is_idle else state.loaded_at))
-        num_wanted -= sum(state.is_leaving for state in held)
-        for state in leaving[: max(0, num_wanted)]:
-            self._snapshots.park(state)
-        if num_wanted > len(leaving) and self._second_look is None:
-            self._second_look = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._look_again)
-
-    def _look_again(self) -> None:
-        """Somebody waits for room. That time has passed, for a run that does nothing, is an event of its own."""
-        self._second_look = None
-        self.pump()
-
     def _secured(self) -> None:
         self.forget_idle()
         self.on_answer()
 
     def _restored(self, state: RunState) -> None:
-        self._watch_gap(state)
+        self._gaps.watch(state)
         self.on_answer()
 
     def _send(self, turn: Turn) -> None:
@@ -274,8 +208,8 @@ class TrainingQueue:
         self._turns.append((turn, sent))
         for answers in sent:
             state = self.runs[answers.operation.lane]
-            self._record(state, self._complete(state, answers))
-        self._spawn(self._follow(turn, sent))
+            self._background.record(state, self._answers.complete(state, answers))
+        self._background.spawn(self._follow(turn, sent))
 
     def _send_barrier(self, state: RunState, operation: Operation) -> Sent:
         state.is_loading = operation.kind == "load_weights"
@@ -306,7 +240,7 @@ class TrainingQueue:
         assert taken is operation
         operation.started_at = time.time()
         state.sent.add(operation)
-        state.sent_seq = operation.seq_id
+        state.sent_seq, state.has_had_turn = operation.seq_id, True
         if not operation.is_replay:
             self.shares.charge(operation.user_id, operation.tokens or BARRIER_TOKENS)
         return state
@@ -339,68 +273,6 @@ class TrainingQueue:
             self.tokens_trained += 0 if operation.is_replay else operation.tokens
             self._snapshots.consider(state)
 
-    async def _complete(self, state: RunState, sent: Sent) -> None:
-        """Record what the engine answered."""
-        operation, num_deaths = sent.operation, self.slot.num_deaths
-        await asyncio.wait(sent.futures)
-        if sent.has_died:
-            await self._discard(sent)
-            return  # it is in the journal, and the next engine computes it
-        if sent.sampler_id is not None and sent.futures[0].exception() is None and num_deaths == self.slot.num_deaths:
-            self._on_published(sent.sampler_id)
-        if (error := sent.error) is not None:
-            await self._refuse(state, sent, error)
-        elif not operation.is_replay:
-            await self._finish(state, sent)
-
-    async def _finish(self, state: RunState, sent: Sent) -> None:
-        operation = sent.operation
-        if operation.kind == "load_weights":  # it ends with a snapshot, which must not overtake earlier results
-            await settled(state, operation.seq_id - 1)
-        try:
-            results = [future.result() for future in sent.futures]
-            outcome = await self._recorder.finish(operation, records.finish_operation, state.run, sent, results)
-        except StorageError:
-            return  # the server is closing; the operation is computed again at the next start
-        except Exception as error:
-            await self._refuse(state, sent, error, is_applied=True)
-            return
-        if operation.kind == "load_weights" and outcome.state == "done" and sent.directory is not None:
-            self._snapshots.adopt(state, operation.seq_id, sent.directory, sent.obsolete)
-        elif outcome.state != "done":
-            await self._discard(sent)
-        self._loaded(state, operation)
-        self._forget(state, operation)
-
-    async def _refuse(self, state: RunState, sent: Sent, error: BaseException, *, is_applied: bool = False) -> None:
-        """An operation has failed. ``is_applied``: although the engine carried it out."""
-        operation = sent.operation
-        await self._discard(sent)
-        if not isinstance(error, LorimerError):
-            log.error("an operation failed", exc_info=error, extra={"request_id": operation.request_id})
-            error = EngineError(f"the operation failed: {type(error).__name__}")
-        if operation.is_replay:
-            reason = f"operation {operation.seq_id} failed when it was replayed: {error}"
-            await self._restorer.corrupt(state, reason)
-            return
-        await self._fail(state, operation, sent.explain(error))
-        # Of a load, which ends with a snapshot, the first part may have been carried out.
-        is_applied |= operation.kind == "load_weights" and sent.futures[0].exception() is None
-        if is_applied and operation.kind in _CHANGING and state.phase == "loaded":
-            # The engine's run is not what the journal says; operations behind it are computed again on the right one.
-            self._restorer.drop(state)
-        self._loaded(state, operation)
-
-    def _loaded(self, state: RunState, operation: Operation) -> None:
-        if operation.kind == "load_weights":
-            state.is_loading = False
-            self.pump()
-
-    async def _discard(self, sent: Sent) -> None:
-        """What the engine has written belongs to nothing."""
-        if sent.directory is not None:
-            await discard(self._directory, sent.directory)
-
     async def _fail(self, state: RunState, operation: Operation, error: Exception) -> None:
         await self._recorder.fail(operation, error)
         self._forget(state, operation)
@@ -424,7 +296,7 @@ class TrainingQueue:
         if is_final:
             for state in self.runs.values():
                 if state.creation is not None:
-                    self._record(state, self._restorer.corrupt(state, reason))
+                    self._background.record(state, self._restorer.corrupt(state, reason))
 
     def _blame(self, reason: str) -> None:
         """Note what the engine may have ended over: the first turn that it had not finished, and runs on their way."""
@@ -437,45 +309,24 @@ class TrainingQueue:
             self._isolation.blame(state)
             if state.deaths >= most:
                 text = f"the engine ended {state.deaths} times while it restored run {state.model_id}: {reason}"
-                self._record(state, self._restorer.corrupt(state, text))
+                self._background.record(state, self._restorer.corrupt(state, text))
         for operation in operations:
             if not operation.is_replay:
                 self._isolation.blame(operation)
                 if operation.deaths >= most:
                     text = f"the engine ended {operation.deaths} times while it computed this: {reason}"
                     state = self.runs[operation.lane]
-                    self._record(state, self._fail(state, operation, EngineError(text)))
+                    self._background.record(state, self._fail(state, operation, EngineError(text)))
 
     def unload(self, state: RunState) -> None:
         if state.is_idle:
-            self._snapshots.park(state)
+            self._snapshots.park(state, is_forced=False)
 
     async def close(self) -> None:
         """Let the turns under way end, record them, and secure every run."""
         self._is_closing = True
-        if self._second_look is not None:
-            self._second_look.cancel()
-        for state in self.runs.values():
-            if state.gap is not None:
-                state.gap.cancel()
-        while tasks := [task for task in self._tasks if not task.done()]:
-            await asyncio.wait(tasks)
+        self._residents.close()
+        self._gaps.stop(self.runs.values())
+        await self._background.wait()
         if self.slot.is_ready:
             await self._snapshots.save_all(self.runs.values())
-
-    def _record(self, state: RunState, work: Coroutine[Any, Any, None]) -> None:
-        """Do something after which the run's journal is different; the run is not laid out from it before."""
-        task = self._spawn(work)
-        state.recording.add(task)
-        task.add_done_callback(state.recording.discard)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the scheduler failed", exc_info=error)

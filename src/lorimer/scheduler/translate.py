@@ -43,7 +43,12 @@ def wire_training_output(result: messages.TrainResult) -> types.ForwardBackwardO
 
 
 def engine_sample(
-    request: types.SampleRequest, request_id: str, sampler_id: str | None, cache_salt: str, stream: bool = False
+    request: types.SampleRequest,
+    request_id: str,
+    sampler_id: str | None,
+    cache_salt: str,
+    grammar: str = "",
+    stream: bool = False,
 ) -> messages.SampleRequest:
     params = request.sampling_params
     stop = list(params.stop) if isinstance(params.stop, list | tuple) else params.stop
@@ -68,6 +73,7 @@ def engine_sample(
         target_prompt_logprobs=None if targets is None else _check_targets(targets).to_numpy(pad_value=-1),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_salt=cache_salt,
+        grammar=grammar,
         stream=stream,
     )
 

@@ -23,7 +23,8 @@ from lorimer.server.credentials import Credentials
 from lorimer.server.errors import answer_error, answer_http_exception
 from lorimer.server.guard import Guard
 from lorimer.server.metrics import Metrics
-from lorimer.server.routes import ALL_ROUTES
+from lorimer.server.presence import Presence
+from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.server.upkeep import Periodic
@@ -45,7 +46,7 @@ def create_app(settings: Settings) -> Starlette:
             yield
 
     app = Starlette(
-        routes=[*ALL_ROUTES, *health.ROUTES],
+        routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES],
         middleware=[
             Middleware(Guard, settings=settings),
             Middleware(Compression, least_bytes=settings.compress_bytes),
@@ -73,7 +74,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
             periodic = Periodic(seconds, job, name)
             periodic.start()
             stack.push_async_callback(periodic.stop)
-        control = Control(context.credentials, context.directory.path)
+        control = Control(context)
         await control.start()
         stack.push_async_callback(control.stop)
         if settings.starts_eagerly:
@@ -102,8 +103,9 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         directory=directory,
         scheduler=scheduler,
         credentials=credentials,
-        metrics=Metrics(scheduler.served_models),
+        metrics=Metrics(scheduler.stats),
         signer=signer,
+        presence=Presence(settings.max_sessions_per_user),
     )
 
 

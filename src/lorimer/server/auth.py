@@ -38,13 +38,20 @@ class Authentication:
         context: Context = scope["app"].state.context
         if not is_public(scope, headers, context.settings):
             try:
-                identity = await context.credentials.identify(headers.get("x-api-key", ""))
+                identity = await context.credentials.identify(credential_of(headers))
             except Unauthorized as error:
                 response = error_response(scope, 401, "unauthorized", str(error))
                 await response(scope, receive, send)
                 return
             state["user"], state["key"] = identity.user, identity.key
+            context.metrics.know(identity.user)
         await self._app(scope, receive, send)
+
+
+def credential_of(headers: Headers) -> str:
+    """What was shown: ``X-API-Key``, or a bearer as clients of OpenAI's API send it."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
 
 def is_public(scope: Scope, headers: Headers, settings: Settings) -> bool:

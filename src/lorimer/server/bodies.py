@@ -33,7 +33,7 @@ async def read_body(request: Request) -> bytes:
     settings = context_of(request).settings
     try:
         async with asyncio.timeout(settings.body_seconds):
-            body = await _receive(request, settings.max_body_bytes)
+            body = await _receive(request)
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise Refusal(408, "body_timeout", detail, {"connection": "close"}) from None
@@ -48,17 +48,26 @@ async def read_body(request: Request) -> bytes:
         raise Refusal(415, "unsupported_encoding", str(error)) from error
 
 
-async def _receive(request: Request, limit: int) -> bytes:
+async def _receive(request: Request) -> bytes:
+    context = context_of(request)
+    limit, most_of_all = context.settings.max_body_bytes, context.settings.max_incoming_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise _too_large(announced, limit)
     chunks: list[bytes] = []
     received = 0
-    async for chunk in request.stream():
-        received += len(chunk)
-        if received > limit:
-            raise _too_large(f"more than {limit}", limit)
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            received += len(chunk)
+            context.incoming_bytes += len(chunk)
+            if received > limit:
+                raise _too_large(f"more than {limit}", limit)
+            if context.incoming_bytes > most_of_all:
+                detail = f"more than {most_of_all} bytes of bodies are arriving (max_incoming_bytes); send this again"
+                raise Refusal(429, "too_many_bytes", detail, {"connection": "close"})
+            chunks.append(chunk)
+    finally:
+        context.incoming_bytes -= received
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.server.credentials import Credentials
 from lorimer.server.metrics import Metrics
+from lorimer.server.presence import Presence
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.store import sessions
@@ -35,9 +36,14 @@ class Context:
     credentials: Credentials
     metrics: Metrics
     signer: Signer
+    presence: Presence
+    url: str = ""
+    """Where the server listens; empty while it does not."""
     started_at: float = field(default_factory=time.monotonic)
     is_draining: bool = False
     """Nothing new is accepted: the server is about to end."""
+    incoming_bytes: int = 0
+    """Of bodies that have begun to arrive, and not ended."""
     held: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """What waiting requests wait for; see ``polling.py``."""
     _heartbeats: dict[str, datetime] = field(default_factory=dict)
@@ -46,9 +52,10 @@ class Context:
     def now() -> datetime:
         return datetime.now(UTC)
 
-    def heartbeat(self, session_id: str) -> None:
+    def heartbeat(self, session: sessions.Session) -> None:
         """Note that a session lives; ``flush`` writes it."""
-        self._heartbeats[session_id] = self.now()
+        self.presence.hear(session.user_id, session.session_id)
+        self._heartbeats[session.session_id] = self.now()
 
     def release(self) -> None:
         """End the wait of every held request: its client asks again once the server is back."""
@@ -58,6 +65,7 @@ class Context:
     async def flush(self) -> None:
         """Write the heartbeats and uses of keys since the last time."""
         beats, self._heartbeats = self._heartbeats, {}
+        self.presence.forget_silent()
         try:
             if beats:
                 await self.store.write(sessions.touch_session, beats)

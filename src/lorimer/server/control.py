@@ -1,4 +1,4 @@
-"""The three key commands on a data directory: through its running server, or on its database when there is none.
+"""The commands of a data directory, on keys and on where its server is: through the server, or without one.
 
 Two processes must not write one SQLite file, so a running server listens on the socket ``control`` in its data
 directory; whoever may open that directory owns the server. One JSON line each way.
@@ -12,12 +12,16 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from lorimer.errors import LorimerError, StorageError
 from lorimer.server.credentials import Credentials
 from lorimer.store.users import ApiKey
+
+if TYPE_CHECKING:
+    from lorimer.server.context import Context
 
 SOCKET = "control"
 LONGEST_PATH = 100
@@ -39,6 +43,10 @@ class RevokeKey(msgspec.Struct, frozen=True, tag="revoke"):
     key_id: int
 
 
+class DescribeServer(msgspec.Struct, frozen=True, tag="describe"):
+    """Where does the server listen?"""
+
+
 class Key(msgspec.Struct, frozen=True):
     """What is shown of a key; ``secret`` only when it has just been made."""
 
@@ -56,11 +64,14 @@ class Key(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[Key] = []
     revoked: bool = False
+    url: str = ""
+    """Where the server listens; empty if it is embedded in a program."""
     error: str = ""
 
 
 KeyCommand = CreateKey | ListKeys | RevokeKey
-_commands = msgspec.json.Decoder(KeyCommand)
+Command = KeyCommand | DescribeServer
+_commands = msgspec.json.Decoder(Command)
 _replies = msgspec.json.Decoder(Reply)
 
 
@@ -82,9 +93,9 @@ def shown(key: ApiKey, secret: str | None = None) -> Key:
 class Control:
     """The server's end of the socket."""
 
-    def __init__(self, credentials: Credentials, directory: Path) -> None:
-        self._credentials = credentials
-        self._path = directory / SOCKET
+    def __init__(self, context: "Context") -> None:
+        self._context = context
+        self._path = context.directory.path / SOCKET
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -108,14 +119,19 @@ class Control:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             try:
-                reply = await run_command(self._credentials, _commands.decode(await reader.readline()))
+                reply = await self._answer(_commands.decode(await reader.readline()))
             except (LorimerError, msgspec.MsgspecError, ValueError) as error:
                 reply = Reply(error=str(error))
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
 
+    async def _answer(self, command: Command) -> Reply:
+        if isinstance(command, DescribeServer):
+            return Reply(url=self._context.url)
+        return await run_command(self._context.credentials, command)
 
-def ask_server(directory: Path, command: KeyCommand) -> Reply | None:
+
+def ask_server(directory: Path, command: Command) -> Reply | None:
     """The answer of the server that runs on ``directory``; none if none does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from lorimer import errors
+from lorimer.server.foreign_errors import foreign_fields
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,10 @@ def error_response(
     scope: Scope, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
 ) -> Response:
     """The shape; ``Retry-After`` is added where a client should come back."""
-    request_id = scope.get("state", {}).get("request_id", "")
-    body = orjson.dumps({"detail": printable(detail), "code": code, "request_id": request_id})
+    state = scope.get("state", {})
+    shape = {"detail": printable(detail), "code": code, "request_id": state.get("request_id", "")}
+    foreign = foreign_fields(scope["path"], status, code, shape["detail"], state.get("param"))
+    body = orjson.dumps(shape | foreign)
     retry = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     return Response(body, status, {**retry, **(headers or {})}, media_type="application/json")
 
@@ -92,6 +95,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     status, code = status_of(error)
     if status >= 500 and not isinstance(error, Refusal):
         logger.error("%s", code, exc_info=error, extra={"request_id": request.scope["state"].get("request_id", "")})
+    request.scope["state"]["param"] = getattr(error, "param", None)
     headers = error.headers if isinstance(error, Refusal) else None
     return error_response(request.scope, status, code, str(error) or code, headers)
 

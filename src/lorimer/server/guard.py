@@ -1,7 +1,7 @@
 """The outermost layer: every request gets an id, a log line, a count and safe headers, and some are turned away.
 
-Turned away are foreign hosts and origins, ambiguous framing, too many at once, and new work while the server ends. An
-error that nobody expected is answered with 500 in our shape; what it was stays in the log.
+Turned away are foreign hosts and origins, ambiguous framing, too many at once, in all or from one address, and new work
+while the server ends. An error that nobody expected is answered with 500 in our shape; what it was stays in the log.
 """
 
 import logging
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorimer.server.callers import Callers
 from lorimer.server.context import Context
 from lorimer.server.errors import error_response
 from lorimer.server.hosts import HostRule, is_same_origin
@@ -42,12 +43,14 @@ WHILE_DRAINING = {
 }
 """Accepted until the end: they bring no new work."""
 CLIENT_GONE = 499
+CLOSE = {"connection": "close"}
 
 
 class Guard:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._hosts = HostRule(settings)
+        self._callers = Callers(settings)
         self._most = settings.max_concurrent_requests
         self._num_held = 0
 
@@ -64,24 +67,25 @@ class Guard:
         request_id = secrets.token_hex(8)
         scope["state"] = {"request_id": request_id, "user": None, "key": None}
         start, status = time.perf_counter(), 0
+        address = self._callers.address_of(scope)
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
+                add_headers(scope, message)
             await send(message)
 
         self._num_held += 1
         context.metrics.held.inc()
         try:
-            answer = self._refusal(scope, context) or self._app
-            await answer(scope, receive, send_guarded)
+            with self._callers.held(address) as has_room:
+                answer = self._refusal(scope, context, has_room) or self._app
+                await answer(scope, receive, send_guarded)
         except ClientDisconnect:
-            status = status or CLIENT_GONE
+            if not status:  # a client that is still there sent chunks that are none
+                await error_response(scope, 400, "bad_body", "the body broke off", CLOSE)(scope, receive, send_guarded)
+                status = CLIENT_GONE
         except Exception:
             logger.exception("unexpected error", extra={"request_id": request_id, "path": scope["path"][:200]})
             if status:
@@ -92,7 +96,7 @@ class Guard:
             context.metrics.held.dec()
             self._report(scope, context, status, time.perf_counter() - start)
 
-    def _refusal(self, scope: Scope, context: Context) -> Response | None:
+    def _refusal(self, scope: Scope, context: Context, has_room: bool) -> Response | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._hosts.allows(hosts[0]):
@@ -110,6 +114,9 @@ class Guard:
             return error_response(scope, 400, "bad_framing", "the length of the body is given twice; once is accepted")
         if self._num_held > self._most:
             return error_response(scope, 429, "too_many_requests", f"{self._most} requests are being held; come back")
+        if not has_room:
+            detail = f"{self._callers.most} requests from your address are being held; come back"
+            return error_response(scope, 429, "too_many_requests", detail)
         return None
 
     def _report(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
@@ -128,6 +135,18 @@ class Guard:
             "milliseconds": round(seconds * 1000, 2),
         }
         logger.log(level, "request", extra=fields)
+
+
+def add_headers(scope: Scope, message: Message) -> None:
+    """Headers that every answer has."""
+    headers = MutableHeaders(scope=message)
+    headers["x-request-id"] = scope["state"]["request_id"]
+    for name, value in HEADERS.items():
+        headers.setdefault(name, value)
+    # The HTTP server drops a Content-Length beside Transfer-Encoding. A proxy may have believed it, so what follows on
+    # this connection is not read: to the proxy it could be a part of this body.
+    if "transfer-encoding" in Headers(scope=scope):
+        headers["connection"] = "close"
 
 
 def internal_error(scope: Scope) -> Response:

@@ -1,5 +1,7 @@
 """Is it alive, is it ready, how is it doing: ``/api/v1/healthz``, ``/readyz`` and ``/metrics``."""
 
+import asyncio
+
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -9,6 +11,9 @@ from starlette.routing import Route
 from lorimer.errors import StorageError
 from lorimer.server.context import Context, context_of
 from lorimer.store import users
+
+DATABASE_SECONDS = 2.0
+"""A database that is away is waited for by requests, not by whoever asks whether it is there."""
 
 
 async def healthz(request: Request) -> Response:
@@ -31,8 +36,9 @@ async def reasons_not_ready(context: Context) -> list[str]:
     """Empty when ready. An engine that starts on first use is no reason; one that is starting or failed is."""
     reasons = ["the server is shutting down"] if context.is_draining else []
     try:
-        await context.store.read(users.has_keys)
-    except StorageError:
+        async with asyncio.timeout(DATABASE_SECONDS):
+            await context.store.read(users.has_keys)
+    except (StorageError, TimeoutError):
         reasons.append("the database cannot be read")
     for model in context.scheduler.served_models():
         if model.state == "starting":

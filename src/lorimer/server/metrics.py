@@ -1,6 +1,7 @@
 """What Prometheus reads at ``/metrics``: requests as they are answered, engines and queues as they stand."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter as Totals
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -8,16 +9,22 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lorimer.scheduler.models import ServedModel
+from lorimer.scheduler.stats import QueuedRequests, SchedulerStats
+from lorimer.store.users import User
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ENGINE_STATES = ("idle", "starting", "ready", "failed")
+MOST_USERS = 100
+"""Users with a time series of their own, those with the most requests; the rest are counted together."""
+OTHERS = "(others)"
 
 
 class Metrics:
     """The numbers of one server; several in one process do not share any."""
 
-    def __init__(self, served_models: Callable[[], Sequence[ServedModel]]) -> None:
+    def __init__(self, stats: Callable[[], SchedulerStats]) -> None:
         self._registry = CollectorRegistry()
+        self._names: dict[str, str] = {}
         self._requests = Counter(
             "lorimer_http_requests", "Answered requests.", ["method", "route", "status"], registry=self._registry
         )
@@ -29,7 +36,11 @@ class Metrics:
             registry=self._registry,
         )
         self.held = Gauge("lorimer_http_requests_in_flight", "Requests not answered yet.", registry=self._registry)
-        self._registry.register(_Engines(served_models))
+        self._registry.register(_Scheduler(stats, self._names))
+
+    def know(self, user: User) -> None:
+        """Show a user's name instead of the id, from now on."""
+        self._names[user.user_id] = user.name
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         self._requests.labels(method, route, str(status)).inc()
@@ -40,14 +51,33 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Engines(Collector):
-    """Reads the scheduler when it is asked: one gauge for the state, one for each number of ``ServedModel``."""
+class _Scheduler(Collector):
+    """Reads the scheduler when it is asked: what is queued, the states of engines, each number of ``ServedModel``."""
 
-    def __init__(self, served_models: Callable[[], Sequence[ServedModel]]) -> None:
-        self._served_models = served_models
+    def __init__(self, stats: Callable[[], SchedulerStats], names: Mapping[str, str]) -> None:
+        self._stats, self._names = stats, names
 
     def collect(self) -> Iterator[Metric]:
-        served = self._served_models()
+        stats = self._stats()
+        yield from self._queued(stats.queued)
+        yield from self._engines(stats.models)
+
+    def _queued(self, queued: Sequence[QueuedRequests]) -> Iterator[Metric]:
+        by_user: Totals[str] = Totals()
+        for entry in queued:
+            by_user[entry.user_id] += entry.num_requests
+        shown = {user_id: self._names.get(user_id, user_id) for user_id, _ in by_user.most_common(MOST_USERS)}
+        for what, text in {"requests": "Requests", "tokens": "Tokens of requests"}.items():
+            totals: Totals[tuple[str, str]] = Totals()
+            for entry in queued:
+                totals[shown.get(entry.user_id, OTHERS), entry.kind] += getattr(entry, f"num_{what}")
+            labels = ["user", "kind"]
+            gauge = GaugeMetricFamily(f"lorimer_queued_{what}", f"{text} that are not answered yet.", labels=labels)
+            for label, total in totals.items():
+                gauge.add_metric(label, float(total))
+            yield gauge
+
+    def _engines(self, served: Sequence[ServedModel]) -> Iterator[Metric]:
         state = GaugeMetricFamily("lorimer_engine_state", "1 for the state an engine is in.", labels=["model", "state"])
         for model in served:
             for name in ENGINE_STATES:

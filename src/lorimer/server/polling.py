@@ -21,6 +21,7 @@ async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result
     held = context_of(request).held
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))
+    gone.add_done_callback(lambda gone: gone.cancelled() or gone.exception())  # which is no news
     held.add(task)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -31,9 +32,10 @@ async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result
         return task.result()
     finally:
         held.discard(task)
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        gone.cancel()  # it ends while the answer is sent
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

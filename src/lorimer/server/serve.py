@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from granian._granian import SocketHolder
@@ -76,6 +77,8 @@ def bind(settings: Settings) -> socket.socket:
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: one that takes no answer is cut by the system
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.answer_seconds * 1000))
         listener.bind((settings.host, settings.port))
         listener.listen(BACKLOG)
         listener.setblocking(False)
@@ -93,6 +96,15 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def run(settings: Settings, announce: Announce) -> None:
+    """`serve` on uvloop where there is one: an operation wakes the loop some twenty times, which it does for half."""
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with suppress(ImportError):  # it is not made for every system
+        from uvloop import new_event_loop as make_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(serve(settings, announce))
+
+
 async def serve(settings: Settings, announce: Announce) -> None:
     """Serve until SIGINT or SIGTERM, then end in order; a second signal ends the process at once.
 
@@ -105,7 +117,7 @@ async def serve(settings: Settings, announce: Announce) -> None:
         with_signals(stop)
         async with app.router.lifespan_context(app):
             context: Context = app.state.context
-            url = url_of(listener)
+            url = context.url = url_of(listener)
             server = EmbeddedServer(app, listener, settings)
             serving = asyncio.create_task(server.serve())
             announcing = asyncio.create_task(announce(context, url))

@@ -19,6 +19,7 @@ LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
 LIMITS = SchedulerLimits()
@@ -61,6 +62,10 @@ class Settings:
         tuple[str, ...],
         Meaning("Names, besides the address and loopback, that a request's Host may have; *.example.org and * work."),
     ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Meaning("Addresses or networks of proxies: a request's address is then the one their X-Forwarded-For names."),
+    ] = ()
     metrics_access: Annotated[MetricsAccess, Meaning("Who may read /metrics without a key.")] = "loopback"
     log_format: Annotated[LogFormat, Meaning("Shape of the log; auto is pretty on a terminal and JSON elsewhere.")] = (
         "auto"
@@ -89,7 +94,14 @@ class Settings:
         256 * MIB
     )
     body_seconds: Annotated[float, Meaning("Longest time a request body may take to arrive.", 0.1)] = 120.0
-    header_seconds: Annotated[float, Meaning("Longest time the headers of a request may take to arrive.", 0.1)] = 10.0
+    # The HTTP server has one time for both. Clients beat every ten seconds, which should find their connection open.
+    header_seconds: Annotated[
+        float,
+        Meaning("Longest time the headers of a request may take to arrive, and an idle connection stays open.", 0.1),
+    ] = 15.0
+    answer_seconds: Annotated[
+        float, Meaning("A connection whose client takes nothing of its answer for this long is cut (on Linux).", 0.1)
+    ] = 60.0
     max_json_depth: Annotated[int, Meaning("Deepest nesting of lists and objects in a JSON body.", 4)] = 64
     max_string_chars: Annotated[int, Meaning("Longest text of a field that is not a prompt, in characters.", 64)] = 8192
     max_metadata_bytes: Annotated[int, Meaning("Most bytes of user_metadata or tags, as JSON.", 64)] = 64 * KIB
@@ -107,6 +119,10 @@ class Settings:
     )
 
     # Limits of a user, and of all
+    max_sessions_per_user: Annotated[
+        int, Meaning("Most sessions of one user that are unfinished and were heard of in the last ten minutes.", 1)
+    ] = 10_000
+    max_runs_per_session: Annotated[int, Meaning("Most training runs of one session.", 1)] = LIMITS.max_runs_per_session
     max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
         LIMITS.max_open_operations
     )
@@ -126,12 +142,19 @@ class Settings:
         int, Meaning("Most runs in the memory of one engine; idle ones make room, by a snapshot.", 1)
     ] = LIMITS.max_loaded_runs
     residence_seconds: Annotated[
-        float, Meaning("How long a run stays in memory before it makes room for one that waits.", 0)
+        float,
+        Meaning("Longest stay of a busy run in memory while another waits for room; less where moving is cheap.", 0),
     ] = LIMITS.residence_seconds
     max_loaded_samplers: Annotated[int, Meaning("Most samplers in the memory of one engine.", 1)] = (
         LIMITS.max_loaded_samplers
     )
     max_concurrent_requests: Annotated[int, Meaning("Most requests held at once; more are answered 429.", 1)] = 20_000
+    max_requests_per_address: Annotated[
+        int, Meaning("Most requests of one client address held at once; more are answered 429.", 1)
+    ] = 10_000
+    max_incoming_bytes: Annotated[
+        int, Meaning("Most bytes of request bodies that are arriving at once; more are answered 429.", KIB)
+    ] = 1024 * MIB
     turn_tokens: Annotated[
         int, Meaning("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
     ] = LIMITS.turn_tokens
@@ -197,6 +220,7 @@ class Settings:
         if not self.host:
             raise ValueError("host is empty; an address such as '127.0.0.1' is accepted")
         self.engine_configs()
+        self.proxy_networks()
 
     @property
     def is_loopback(self) -> bool:
@@ -224,6 +248,18 @@ class Settings:
                 raise ValueError(f"models has {name!r} twice; NAME=SOURCE gives one of them another name")
             configs[name] = self._engine_config(source)
         return configs
+
+    def proxy_networks(self) -> list[Network]:
+        """``trusted_proxies``, read."""
+        found: list[Network] = []
+        for proxy in self.trusted_proxies:
+            try:
+                found.append(ipaddress.ip_network(proxy, strict=False))
+            except ValueError:
+                raise ValueError(
+                    f"trusted_proxies has {proxy!r}; an address or a network such as '10.0.0.0/8' is accepted"
+                ) from None
+        return found
 
     def scheduler_limits(self) -> SchedulerLimits:
         """The settings that the scheduler has, under the same names."""

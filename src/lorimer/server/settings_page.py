@@ -10,7 +10,7 @@ SECTIONS = {
     "models": "What is served, and where",
     "device": "The engine of each base model",
     "max_body_bytes": "Limits of one request",
-    "max_open_operations": "Limits of a user, and of all",
+    "max_sessions_per_user": "Limits of a user, and of all",
     "poll_seconds": "Time",
     "durability": "Durability and retention",
 }

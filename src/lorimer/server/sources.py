@@ -1,7 +1,7 @@
 """Where settings come from: flags before the environment before a TOML file before the defaults.
 
-Names that do not exist are refused with the nearest that does. The effective settings can be printed as TOML, each
-with where it came from.
+Names that do not exist are refused with the nearest that does, if one is near. The effective settings can be printed
+as TOML, each with where it came from.
 """
 
 import difflib
@@ -76,9 +76,10 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def check_name(name: str, origin: str) -> None:
     if name not in TYPES:
-        near = difflib.get_close_matches(name, TYPES, n=1, cutoff=0.0)[0]
-        shown, near = (f"{PREFIX}{text.upper()}" if origin == "environment" else text for text in (name, near))
-        raise InvalidInput(f"{origin}: there is no setting {shown!r}; the nearest is {near!r}")
+        near = difflib.get_close_matches(name, TYPES, n=1)
+        shown, *nearest = (f"{PREFIX}{text.upper()}" if origin == "environment" else text for text in (name, *near))
+        hint = f"the nearest is {nearest[0]!r}" if nearest else "`lorimer config` prints those there are"
+        raise InvalidInput(f"{origin}: there is no setting {shown!r}; {hint}")
 
 
 def convert(name: str, value: object, origin: str) -> object:

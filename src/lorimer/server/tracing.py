@@ -15,10 +15,14 @@ Event = dict[str, Any]
 
 
 def trace(session_id: str, began_at: datetime, rows: Iterable[FutureRow], now: datetime) -> dict[str, Any]:
-    """The trace of a session; what is not finished lasts until `now`. Times are microseconds since `began_at`."""
+    """The trace of a session; what is not finished lasts until `now`. Times are microseconds since `began_at`.
+
+    Should the clock have been set back meanwhile, the first request is the beginning: no time is negative.
+    """
     lanes: dict[str, list[FutureRow]] = {}
     for row in rows:
         lanes.setdefault(row.lane, []).append(row)
+        began_at = min(began_at, row.received_at)
     events: list[Event] = []
     for number, (lane, members) in enumerate(sorted(lanes.items()), start=1):
         events.append(_name("process_name", number, 0, lane.removeprefix(f"{session_id}:")))
@@ -55,8 +59,9 @@ def _slices(process: int, thread: int, row: FutureRow, ended_at: datetime, began
     if row.error:
         facts["error"] = row.error
     yield slice_of(row.kind, row.received_at, ended_at, **facts)
-    yield slice_of("queued", row.received_at, started_at)
-    if row.started_at is not None:
+    if started_at > row.received_at:  # Perfetto puts what follows a slice without length inside it
+        yield slice_of("queued", row.received_at, started_at)
+    if row.started_at is not None and ended_at > started_at:
         yield slice_of("running", started_at, ended_at)
 
 

@@ -7,6 +7,6 @@ from lorimer.store.tables import blobs, runs, weights
 
 def known_names(c: Connection) -> set[str]:
     """The names of all weights, snapshots and blob files, for `DataDirectory.sweep_orphans`."""
-    snapshots = select(runs.c.snapshot_name).where(runs.c.snapshot_name.is_not(None))
+    snapshots = [select(name).where(name.is_not(None)) for name in (runs.c.snapshot_name, runs.c.newest_name)]
     files = select(blobs.c.file).where(blobs.c.file.is_not(None))
-    return set(c.execute(union_all(select(weights.c.name), snapshots, files)).scalars())
+    return set(c.execute(union_all(select(weights.c.name), *snapshots, files)).scalars())

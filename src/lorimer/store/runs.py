@@ -1,6 +1,7 @@
-"""Training runs: what they were made of, up to which `seq_id` their snapshot is valid, and whether they are usable.
+"""Training runs: what they were made of, their snapshots, and whether they are usable.
 
-Their operations are in `futures`, their saved weights in `checkpoints`.
+A run has up to two snapshots: one that was verified, from which on the journal is kept, and the newest, whose loss
+makes a replay longer and nothing else. Operations are in `futures`, saved weights in `checkpoints`.
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, bindparam, func, or_, select, update
 
+from lorimer.errors import TooLarge
 from lorimer.store.tables import checkpoints, insert, runs
 from lorimer.store.values import record, record_or_none, storable, utc_now
 
@@ -36,12 +38,25 @@ class Run:
     created_at: datetime
     last_request_at: datetime
     snapshot_seq: int
-    """The last operation whose effect the snapshot holds; -1 without one."""
+    """The last operation whose effect the verified snapshot holds; -1 without one."""
     snapshot_name: str | None
-    """The snapshot's directory below ``snapshots/``."""
+    """The verified snapshot's directory below ``snapshots/``."""
+    newest_seq: int | None
+    newest_name: str | None
+    """The same of a later snapshot, not verified since it was written; none if there is only one."""
     corrupted: str | None
     """Why the run cannot go on, if so."""
     is_unloaded: bool
+
+    @property
+    def resume_seq(self) -> int:
+        """The last operation whose effect need not be computed again."""
+        return self.snapshot_seq if self.newest_seq is None else self.newest_seq
+
+    @property
+    def resume_name(self) -> str | None:
+        """The snapshot that a restored run begins with."""
+        return self.newest_name or self.snapshot_name
 
 
 _GET = select(runs).where(runs.c.model_id == bindparam("model_id"))
@@ -89,6 +104,14 @@ def create_run(
     return record(Run, c.execute(_GET, {"model_id": model_id}).one())
 
 
+def check_room(c: Connection, session_id: str, model_seq_id: int, most: int) -> None:
+    """Refuse a new run of a session that has ``most``; a number that is taken is no new run."""
+    members = select(func.count()).select_from(runs).where(runs.c.session_id == session_id)
+    number = c.execute(members).scalar_one()
+    if number >= most and get_run(c, f"{session_id}:train:{model_seq_id}") is None:
+        raise TooLarge(f"the session has {number} training runs; at most {most} is accepted (max_runs_per_session)")
+
+
 def get_run(c: Connection, model_id: str) -> Run | None:
     return record_or_none(Run, c.execute(_GET, {"model_id": model_id}).one_or_none())
 
@@ -119,16 +142,32 @@ def list_runs(
 
 
 def set_snapshot(c: Connection, model_id: str, seq: int, name: str) -> str | None:
-    """Make ``name`` the run's snapshot, valid after ``seq``, and return the name that nobody needs any more.
+    """Make ``name`` the run's newest snapshot, valid after ``seq``, and return the name that nobody needs any more.
 
-    That is the previous snapshot's, or ``name`` itself if the run already has a later one or does not exist.
+    That is the newest so far, or ``name`` itself if the run already has a later one or does not exist.
     """
-    row = c.execute(_GET, {"model_id": model_id}).one_or_none()
-    if row is None or row.snapshot_seq > seq:
+    run = get_run(c, model_id)
+    if run is None or run.resume_seq > seq:
         return name
-    c.execute(update(runs).where(runs.c.model_id == model_id).values(snapshot_seq=seq, snapshot_name=name))
-    old: str | None = row.snapshot_name
-    return old if old != name else None
+    c.execute(update(runs).where(runs.c.model_id == model_id).values(newest_seq=seq, newest_name=name))
+    return run.newest_name if run.newest_name != name else None
+
+
+def confirm_snapshot(c: Connection, model_id: str, name: str) -> str | None:
+    """The newest snapshot, if it is ``name``, was verified; the one before it, which this returns, is not needed."""
+    newest = (runs.c.model_id == model_id) & (runs.c.newest_name == name)
+    run = record_or_none(Run, c.execute(select(runs).where(newest)).one_or_none())
+    if run is None:
+        return None
+    moved = {"snapshot_seq": run.newest_seq, "snapshot_name": name, "newest_seq": None, "newest_name": None}
+    c.execute(update(runs).where(newest).values(moved))
+    return run.snapshot_name
+
+
+def drop_newest(c: Connection, model_id: str, name: str) -> None:
+    """The newest snapshot, if it is ``name``, cannot be read: the run begins with the one before it."""
+    newest = (runs.c.model_id == model_id) & (runs.c.newest_name == name)
+    c.execute(update(runs).where(newest).values(newest_seq=None, newest_name=None))
 
 
 def touch_run(c: Connection, model_id: str, at: datetime) -> None:
@@ -156,7 +195,7 @@ def expire_runs(c: Connection, *, unused_before: datetime, reason: str, except_f
     for run in found:
         mark_corrupted(c, run.model_id, reason)
     chosen = update(runs).where(runs.c.model_id.in_([run.model_id for run in found]))
-    c.execute(chosen.values(snapshot_seq=EXPIRED, snapshot_name=None))
+    c.execute(chosen.values(snapshot_seq=EXPIRED, snapshot_name=None, newest_seq=None, newest_name=None))
     return found
 
 

@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 """The newest revision in `migrations/versions`."""
 
 
@@ -163,6 +163,8 @@ runs = Table(
     _time("last_request_at"),
     Column("snapshot_seq", BigInteger, nullable=False),
     _text("snapshot_name", null=True),
+    Column("newest_seq", BigInteger, nullable=True),
+    _text("newest_name", null=True),
     _text("corrupted", null=True),
     Column("is_unloaded", Boolean, nullable=False),
     UniqueConstraint("session_id", "model_seq_id"),

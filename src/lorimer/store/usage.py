@@ -1,6 +1,7 @@
 """What was used, by hour: tokens trained and sampled and checkpoints saved, for each user, session and project."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -46,7 +47,7 @@ class UsageBucket:
 _KEY = ["bucket_start", "user_id", "session_id", "project_id", "base_model", "kind"]
 
 
-def record(c: Connection, items: list[UsageItem]) -> None:
+def record(c: Connection, items: Sequence[UsageItem]) -> None:
     """Add the items to the hours they fall into."""
     totals: Counter[tuple[datetime, str, str, str, str, str]] = Counter()
     for item in items:

@@ -6,14 +6,25 @@ carried as they came: nothing here decodes them, and no location is ever fetched
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, field_serializer, field_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+)
 
 from lorimer.types.base import Counter, Request
+from lorimer.types.tensors import is_torch_tensor
 
 
 class Tokens(Sequence[int]):
@@ -34,6 +45,9 @@ class Tokens(Sequence[int]):
 
     def __len__(self) -> int:
         return len(self.array)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self.array, dtype=dtype, copy=copy)
@@ -70,10 +84,13 @@ class EncodedTextChunk(Request):
     tokens: Sequence[_TokenId]
     type: Literal["encoded_text"] = "encoded_text"
 
-    @field_validator("tokens", mode="before")
+    @field_validator("tokens", mode="wrap")
     @classmethod
-    def _from_array(cls, value: object) -> object:
-        return value.tolist() if isinstance(value, np.ndarray) else value
+    def _keep_arrays(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        array = value.array if isinstance(value, Tokens) else value
+        if is_torch_tensor(array):
+            array = array.numpy(force=True)  # type: ignore[attr-defined]
+        return Tokens(_as_token_ids(array)) if isinstance(array, np.ndarray) else validate(value)
 
     @field_serializer("tokens")
     def _as_list(self, value: Sequence[int]) -> list[int]:
@@ -87,6 +104,17 @@ class EncodedTextChunk(Request):
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+
+def _as_token_ids(array: NDArray[Any]) -> NDArray[np.int32]:
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"token ids are an array of {array.dtype}; integers are accepted")
+    if array.ndim != 1:
+        raise ValueError(f"token ids have the shape {list(array.shape)}; one dimension is accepted")
+    limits = np.iinfo(np.int32)
+    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        raise ValueError(f"token ids reach from {array.min()} to {array.max()}; 32 bits are accepted")
+    return np.array(array, "<i4")
 
 
 class ImageChunk(Request):
@@ -168,7 +196,11 @@ class ModelInput(Request):
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:
-        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+        """An input of text; arrays and tensors are taken as they are, without a Python number for each token."""
+        try:
+            return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+        except ValidationError as error:
+            raise ValueError(_explain_tokens(tokens, error)) from None
 
     def to_ints(self) -> list[int]:
         """All tokens; a ``ValueError`` if anything but text is among the chunks."""
@@ -203,6 +235,18 @@ class ModelInput(Request):
 
     def append_int(self, token: int) -> Self:
         return self.append(EncodedTextChunk(tokens=[token]))
+
+
+def _explain_tokens(tokens: object, error: ValidationError) -> str:
+    """One sentence, however many tokens are wrong."""
+    if isinstance(tokens, str):
+        return f"tokens is the text {tokens[:40]!r}; token ids are accepted: tokenizer.encode(text)"
+    first = error.errors(include_url=False)[0]
+    if len(first["loc"]) > 1:
+        return f"tokens[{first['loc'][1]}] is {first['input']!r}; token ids are integers of 32 bits"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    return f"tokens is a {type(tokens).__name__}; a sequence of integers is accepted"
 
 
 def _expected_tokens(chunk: ImageChunk | ImageAssetPointerChunk) -> int:

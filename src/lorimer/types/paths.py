@@ -81,8 +81,8 @@ def check_name(name: str) -> str:
 
 
 def console_url(*segments: str, **query: str) -> str:
-    """A page of the console of the server that ``TINKER_BASE_URL`` names."""
-    base = os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
+    """A page of the console of the server that ``LORIMER_BASE_URL`` or ``TINKER_BASE_URL`` names."""
+    base = os.environ.get("LORIMER_BASE_URL") or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
     path = "/".join(quote(segment, safe="") for segment in segments)
     pairs = "&".join(f"{key}={quote(value, safe='')}" for key, value in query.items())
     return f"{base.rstrip('/')}/console/{path}" + (f"?{pairs}" if pairs else "")

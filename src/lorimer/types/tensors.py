@@ -1,8 +1,8 @@
 """Tensors on the wire: dense or compressed sparse rows, float32 or int64, over NumPy arrays.
 
 A tensor is checked when it is made: the number of values against the shape, and sparse indices against their bounds, so
-that nothing is ever allocated by a declared size alone. torch is never imported here; it is met only if the caller has
-loaded it. How tensors are written to bytes is the encoders' business.
+that nothing is ever allocated by a declared size alone. torch is loaded only for a caller who asks for a torch tensor.
+How tensors are written to bytes is the encoders' business.
 """
 
 import math
@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from lorimer.types.extras import load_torch
 
 TensorDtype = Literal["int64", "float32"]
 
@@ -135,7 +136,7 @@ class TensorData:
 
     def to_torch(self, pad_value: int = 0) -> TorchTensor:
         """As ``to_numpy``; a dense tensor shares its memory."""
-        return _torch().from_numpy(self.to_numpy(pad_value))
+        return load_torch("TensorData.to_torch").from_numpy(self.to_numpy(pad_value))
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
         values: list[Any] = self.to_numpy(pad_value).tolist()
@@ -242,15 +243,8 @@ def is_torch_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _torch() -> ModuleType:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        raise ImportError("import torch before converting to torch tensors; lorimer does not load it by itself")
-    return torch
-
-
 def _numpy_of(tensor: TorchTensor) -> Array:
-    torch = _torch()
+    torch = load_torch("TensorData.from_torch")
     tensor = tensor.detach().cpu()
     if tensor.is_floating_point():
         tensor = tensor.to(torch.float32)

@@ -46,6 +46,9 @@ class ModelData(Response):
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
+    model_id: ModelID | None = None
+    """Of the run, and the rank of its adapter: the documentation shows both here, the official type has neither."""
+    lora_rank: int | None = None
 
 
 class GetInfoResponse(Response):

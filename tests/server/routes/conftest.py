@@ -27,6 +27,34 @@ from lorimer.types.encoding import (
 
 MODEL = "test/debug"
 TOKENS = [10, 20, 30, 40, 50]
+LOSS = {
+    "name": "likelihood",
+    "inputs": [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}],
+    "graph": {
+        "format": 1,
+        "nodes": [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}},
+            {"op": "placeholder", "name": "weights", "target": "weights", "args": [], "kwargs": {}},
+            {
+                "op": "call_function",
+                "name": "mul",
+                "target": "operator.mul",
+                "args": [{"ref": "logprobs"}, {"ref": "weights"}],
+                "kwargs": {},
+            },
+            {"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "mul"}], "kwargs": {}},
+            {"op": "call_function", "name": "neg", "target": "operator.neg", "args": [{"ref": "total"}], "kwargs": {}},
+            {
+                "op": "output",
+                "name": "output",
+                "target": "output",
+                "args": [{"tuple": [{"ref": "neg"}, {"dict": {"custom/likelihood:sum": {"ref": "total"}}}]}],
+                "kwargs": {},
+            },
+        ],
+    },
+}
+"""The loss of cross_entropy, as a client uploads it."""
 
 
 @dataclass
@@ -103,6 +131,11 @@ class Client:
         response = await self.poll(promise["request_id"], PROTOBUF)
         assert response.headers["content-type"] == PROTOBUF, response.text
         return decode_forward_backward_output(response.content)
+
+    async def logprobs(self, model_id: str, seq_id: int) -> np.ndarray:
+        """Of the one datum, with the weights as they are."""
+        found = await self.train(model_id, seq_id, forward_only=True)
+        return found.loss_fn_outputs[0]["logprobs"].to_numpy()
 
     async def submit(self, request: types.TrainingRequest) -> Any:
         response = await self.post(

@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 
 from lorimer.store import sessions
+from tests.server.traces import check_trace
 
 from .conftest import MODEL
 
@@ -114,6 +115,7 @@ async def test_trace_shows_what_ran(ada):
     assert export["status"] == "ready"
     fetched = await ada.http.get(export["url"])
     assert fetched.status_code == 200, fetched.text
+    check_trace(fetched.json())
     events = fetched.json()["traceEvents"]
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"train:0", "sample:0"} <= processes

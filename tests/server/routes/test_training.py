@@ -10,7 +10,7 @@ from lorimer.types.compatibility import PROTOBUF
 from lorimer.types.compression import compress_zstd
 from lorimer.types.encoding import encode_training_request
 
-from .conftest import MODEL, TOKENS, datum
+from .conftest import LOSS, MODEL, TOKENS, datum
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,7 +43,13 @@ async def test_run_is_created_once_and_described(ada, model_directory):
     info = await ada.ok("get_info", {"model_id": run_id})
     assert info == {
         "type": "get_info",
-        "model_data": {"arch": "Qwen3ForCausalLM", "model_name": MODEL, "tokenizer_id": str(model_directory)},
+        "model_data": {
+            "arch": "Qwen3ForCausalLM",
+            "model_name": MODEL,
+            "tokenizer_id": str(model_directory),
+            "model_id": run_id,
+            "lora_rank": 8,
+        },
         "model_id": run_id,
         "optimizer_config": {"type": "adamw"},
         "is_lora": True,
@@ -226,35 +232,6 @@ async def test_content_type_must_be_known(ada):
     response = await ada.post("forward_backward", content=b"x", headers={"content-type": "text/plain"})
     assert response.status_code == 400
     assert "text/plain" in response.json()["detail"]
-
-
-LOSS = {
-    "name": "likelihood",
-    "inputs": [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}],
-    "graph": {
-        "format": 1,
-        "nodes": [
-            {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}},
-            {"op": "placeholder", "name": "weights", "target": "weights", "args": [], "kwargs": {}},
-            {
-                "op": "call_function",
-                "name": "mul",
-                "target": "operator.mul",
-                "args": [{"ref": "logprobs"}, {"ref": "weights"}],
-                "kwargs": {},
-            },
-            {"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "mul"}], "kwargs": {}},
-            {"op": "call_function", "name": "neg", "target": "operator.neg", "args": [{"ref": "total"}], "kwargs": {}},
-            {
-                "op": "output",
-                "name": "output",
-                "target": "output",
-                "args": [{"tuple": [{"ref": "neg"}, {"dict": {"custom/likelihood:sum": {"ref": "total"}}}]}],
-                "kwargs": {},
-            },
-        ],
-    },
-}
 
 
 async def test_uploaded_loss_equals_the_built_in_one(ada):

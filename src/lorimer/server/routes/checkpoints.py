@@ -230,12 +230,19 @@ async def copy_weights(request: Request) -> Response:
     expires_at = None if ttl is None else context.now() + timedelta(seconds=ttl)
     key = request.headers.get("x-idempotency-key", "")
     check_text(context.settings, x_idempotency_key=key)
-    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key)
+    most = context.settings.max_runs_per_session
+    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key, most)
     return reply(types.CopyWeightsResponse(tinker_path=path))
 
 
 def copy_checkpoint(
-    c: Connection, user_id: str, source: Checkpoint, body: types.CopyWeightsRequest, expires_at: Any, key: str
+    c: Connection,
+    user_id: str,
+    source: Checkpoint,
+    body: types.CopyWeightsRequest,
+    expires_at: Any,
+    key: str,
+    max_runs: int,
 ) -> str:
     """The path of the copy, made now unless the same key made it before."""
     if key and (path := idempotency.recall(c, user_id, f"copy_weights {key}")) is not None:
@@ -243,7 +250,7 @@ def copy_checkpoint(
     found = checkpoints.find(c, source.model_id, source.kind, source.name)
     if found is None or found.checkpoint_key != source.checkpoint_key:
         raise missing_checkpoint(body.source_path)
-    run = run_of_copy(c, user_id, source, body)
+    run = run_of_copy(c, user_id, source, body, max_runs)
     copy = checkpoints.add_checkpoint(
         c,
         user_id=user_id,
@@ -265,7 +272,7 @@ def copy_checkpoint(
     return path
 
 
-def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.CopyWeightsRequest) -> Run:
+def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.CopyWeightsRequest, max_runs: int) -> Run:
     weights = source.weights
     session_id, number, project_id = body.session_id, body.model_seq_id or 0, body.destination_project_id
     if session_id is None:
@@ -281,6 +288,7 @@ def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.Cop
         raise InvalidInput(
             f"model_seq_id {number} of the session is a run of its own; a number not used yet is accepted"
         )
+    runs.check_room(c, session.session_id, number, max_runs)
     origin = runs.get_run(c, source.model_id)
     run = runs.create_run(
         c,

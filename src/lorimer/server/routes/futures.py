@@ -39,7 +39,9 @@ async def retrieve_future(request: Request) -> Response:
     body = await decode(request, types.FutureRetrieveRequest)
     if not await find_future(request, body.request_id):
         raise lost(body.request_id)
-    outcome = await hold(request, context.scheduler.wait(body.request_id, context.settings.poll_seconds))
+    outcome = context.scheduler.recent(body.request_id)
+    if outcome is None:
+        outcome = await hold(request, context.scheduler.wait(body.request_id, context.settings.poll_seconds))
     match outcome.state:
         case "pending":
             return try_again(body.request_id, outcome)

@@ -52,7 +52,13 @@ async def get_info(request: Request) -> Response:
     run = await find_run(request, body.model_id)
     info = await context.scheduler.model_info(run.base_model)
     tokenizer = tokenizer_id(context, run.base_model, info.directory)
-    data = types.ModelData(arch=info.architecture, model_name=run.base_model, tokenizer_id=tokenizer)
+    data = types.ModelData(
+        arch=info.architecture,
+        model_name=run.base_model,
+        tokenizer_id=tokenizer,
+        model_id=run.model_id,
+        lora_rank=run.rank,
+    )
     return reply(
         types.GetInfoResponse(
             type="get_info",

@@ -1,0 +1,78 @@
+"""What the rows share: how much of everything there is, and the server that is put under load."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.service.http import HttpPool
+from bench.service.server import BenchServer, running_server
+from bench.timing import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much of everything."""
+
+    num_calls: int = 400
+    num_samples: int = 1000
+    sample_tokens: int = 16
+    num_clients: int = 100
+    num_steps: int = 20
+    num_waiting: int = 5000
+    num_heartbeats: int = 1000
+    long_clients: int = 4
+    long_steps: int = 3000
+    num_weighings: int = 24
+    sdk_calls: int = 1000
+    sdk_samples: int = 400
+    sdk_rounds: int = 5
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    num_calls=10,
+    num_samples=40,
+    sample_tokens=4,
+    num_clients=6,
+    num_steps=3,
+    num_waiting=60,
+    num_heartbeats=20,
+    long_clients=2,
+    long_steps=40,
+    num_weighings=8,
+    sdk_calls=20,
+    sdk_samples=20,
+    sdk_rounds=1,
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What rows share."""
+
+    root: Path
+    sizes: Sizes
+    num_threads: int
+    progress: Progress
+    shared: BenchServer | None = None
+    """One server for all rows, to save the time of starting several."""
+
+    @asynccontextmanager
+    async def server(self, name: str, **settings: object) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
+        """A fresh server with an empty directory, or the shared one."""
+        with ExitStack() as ending:
+            server = self.shared
+            if server is None:
+                self.progress(f"{name}: starting a server")
+                server = ending.enter_context(running_server(self.root / name, self.num_threads, **settings))
+            pool = HttpPool(server.host, server.port)
+            ending.callback(pool.close)
+            yield server, pool
+
+
+async def timed(work: Awaitable[object]) -> float:
+    start = time.perf_counter()
+    await work
+    return time.perf_counter() - start

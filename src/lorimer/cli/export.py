@@ -1,0 +1,193 @@
+"""``lorimer export``: a checkpoint or an adapter directory becomes something that other programs open."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
+from lorimer.cli.failures import exit_on_error
+from lorimer.cli.model import cache_directory, source_named
+from lorimer.cli.output import Format, FormatOption, examples, note, print_facts, print_json, size_text
+from lorimer.cli.progress import Report, progress_bar
+from lorimer.cli.settings import ConfigOption
+from lorimer.errors import InvalidInput, ModelNotFound
+
+if TYPE_CHECKING:
+    from lorimer.engine.export import Exported
+    from lorimer.engine.merging import MergedDtype
+
+SCHEME = "tinker://"
+
+
+class Target(StrEnum):
+    peft = "peft"
+    merged = "merged"
+    gguf = "gguf"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"
+
+
+EPILOG = examples(
+    "lorimer export tinker://3f9c…:train:0/sampler_weights/final --to merged -o my-model",
+    "lorimer export tinker://3f9c…:train:0/weights/step-100 --to peft",
+    "lorimer export ./adapter --to gguf --base Qwen/Qwen3-0.6B --dtype q8_0 -o my-model.gguf",
+)
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="PATH|DIRECTORY", help="tinker:// path of a checkpoint, or a LoRA directory.")
+    ],
+    to: Annotated[
+        Target,
+        typer.Option("--to", help="PEFT directory, Hugging Face directory with merged weights, or file for llama.cpp."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="What is written; a .gguf file for gguf.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="SOURCE", help="Base model: a directory, a .gguf file, an alias or a hub id."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of merged weights; auto keeps the base's.")] = Dtype.auto,
+    is_checked: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare the result with the base and its adapter.")
+    ] = True,
+    llama_cpp: Annotated[
+        Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf.")
+    ] = None,
+    config: ConfigOption = None,
+    output_format: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Write a checkpoint as a PEFT directory, merged into its base model, or as a GGUF file.
+
+    The result is compared with the base and its adapter before it appears: more than rounding is refused.
+    """
+    with exit_on_error():
+        check_options(to, dtype)
+        target = output or default_output(source, to)
+        with adapter_directory(source, target, base_url, api_key, data) as adapter, progress_bar() as report:
+            exported = run(adapter, to, target, base, dtype, is_checked, llama_cpp, config, report)
+        show(exported, to, output_format)
+
+
+def check_options(to: Target, dtype: Dtype) -> None:
+    if dtype is Dtype.q8_0 and to is not Target.gguf:
+        raise InvalidInput(f"--dtype {dtype.value!r} is for --to gguf; auto, float32, bfloat16, float16 are accepted")
+    if dtype is not Dtype.auto and to is Target.peft:
+        raise InvalidInput(f"--dtype {dtype.value!r}: an adapter stays float32; --to merged and gguf take a dtype")
+
+
+def default_output(source: str, to: Target) -> Path:
+    from lorimer.cli.download import directory_name
+
+    name = directory_name(source) if source.startswith(SCHEME) else Path(source).resolve().name
+    return Path(f"{name}.gguf" if to is Target.gguf else f"{name}-{to.value}")
+
+
+@contextmanager
+def adapter_directory(
+    source: str, target: Path, base_url: str | None, api_key: str | None, data: Path | None
+) -> Iterator[Path]:
+    """The adapter on disk: as it is, or downloaded beside the target for as long as the block runs."""
+    if not source.startswith(SCHEME):
+        if not Path(source).is_dir():
+            raise InvalidInput(f"{source!r} is no directory; a LoRA directory or a {SCHEME} path is accepted")
+        yield Path(source)
+        return
+    from lorimer.cli.download import download_checkpoint
+
+    client = rest_client(base_url, api_key, data)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".lorimer-") as temporary:
+        adapter = Path(temporary) / "adapter"
+        download_checkpoint(client, source, adapter, force=False)
+        yield adapter
+
+
+def run(
+    adapter: Path,
+    to: Target,
+    target: Path,
+    base: str | None,
+    dtype: Dtype,
+    is_checked: bool,
+    llama_cpp: Path | None,
+    config: Path | None,
+    report: Report,
+) -> "Exported":
+    report("loading", None)
+    from lorimer.engine.export import base_model_of, export_gguf, export_merged, export_peft
+
+    if to is Target.peft:
+        return export_peft(adapter, target, base or base_model_of(adapter))
+    cache = cache_directory(config)
+    directory = find_base(base, None if base else base_model_of(adapter), cache, config, report)
+    if to is Target.merged:
+        merged_dtype = cast("MergedDtype", dtype.value)  # q8_0 was refused above
+        return export_merged(adapter, directory, target, merged_dtype, is_checked=is_checked, progress=report)
+    return export_gguf(
+        adapter,
+        directory,
+        target,
+        dtype.value,
+        llama_cpp=llama_cpp,
+        cache=cache,
+        is_checked=is_checked,
+        progress=report,
+    )
+
+
+def find_base(
+    given: str | None, trained_on: str | None, cache: Path | None, config: Path | None, report: Report
+) -> Path:
+    """The directory of the base model, by the rules of ``lorimer serve``: its names of models come first."""
+    from lorimer.engine.sources import resolve
+
+    if given:
+        return resolve(given, cache_directory=cache, progress=report).directory
+    assert trained_on is not None
+    try:
+        return resolve(source_named(trained_on, config), cache_directory=cache, progress=report).directory
+    except (ModelNotFound, InvalidInput) as error:
+        raise ModelNotFound(
+            f"the adapter was trained on {trained_on!r}, which is not found here; --base names another source\n{error}"
+        ) from error
+
+
+def show(exported: "Exported", to: Target, output_format: Format) -> None:
+    found = exported.comparison
+    if output_format is Format.json:
+        print_json(asdict(exported) | {"to": to.value})
+        return
+    facts: dict[str, object] = {"written": exported.path, "size": size_text(exported.size_bytes)}
+    if found is not None:
+        facts["checked"] = (
+            f"log probabilities differ from the base with its adapter by at most {found.difference:.2g}"
+            f" (the adapter changes them by up to {found.effect:.2g})"
+        )
+        if found.difference > found.effect / 2:
+            note("lorimer: rounding the merged weights hides much of this small adapter; --dtype float32 keeps it")
+    elif to is not Target.peft:
+        facts["checked"] = "no"
+    if exported.read_back is not None and exported.read_back.difference is not None:
+        difference = exported.read_back.difference
+        facts["read back"] = f"log probabilities differ from the merged model by at most {difference:.2g}"
+    elif exported.read_back is not None:
+        facts["read back"] = f"not compared: Lorimer's own reader does not know this kind: {exported.read_back.reason}"
+    print_facts(facts)

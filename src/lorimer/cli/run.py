@@ -1,0 +1,158 @@
+"""``lorimer run``: the training runs of a server."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, collect, rest_client
+from lorimer.cli.failures import exit_on_error
+from lorimer.cli.moments import ago, moment_text
+from lorimer.cli.output import (
+    Column,
+    Format,
+    FormatOption,
+    examples,
+    metadata_text,
+    note,
+    print_facts,
+    print_json,
+    print_table,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from lorimer.types import Checkpoint, TrainingRun
+
+app = typer.Typer(help="Look at training runs.", no_args_is_help=True)
+
+RUNS_PER_PAGE = 100
+RUN_COLUMNS: list[str | Column] = [
+    Column("run", whole=True),
+    "base model",
+    "rank",
+    "last request",
+    "last checkpoint",
+    "state",
+]
+CHECKPOINT_COLUMNS: list[str | Column] = [
+    Column("path", whole=True),
+    "type",
+    Column("size", justify="right"),
+    "saved",
+    "expires",
+    "published",
+]
+
+LimitOption = Annotated[int, typer.Option("--limit", "-n", min=0, help="How many at most; 0 is all.")]
+
+
+@app.command(
+    name="list",
+    epilog=examples(
+        "lorimer run list",
+        "lorimer run list --limit 0 --accessible",
+        "lorimer run list -f json | jq -r '.runs[].training_run_id'",
+    ),
+)
+def list_(
+    limit: LimitOption = 20,
+    accessible: Annotated[
+        bool, typer.Option("--accessible", help="Also runs of others that have a published checkpoint.")
+    ] = False,
+    project: Annotated[str | None, typer.Option("--project", help="Only runs of this project.")] = None,
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """List training runs, newest first."""
+    with exit_on_error():
+        client = rest_client(base_url, api_key, data)
+
+        def fetch(limit: int, offset: int) -> tuple[list["TrainingRun"], int]:
+            scope: Any = "accessible" if accessible else "owned"
+            page = client.list_training_runs(limit, offset, scope, project).result()
+            return page.training_runs, page.cursor.total_count
+
+        runs, total = collect(fetch, limit, RUNS_PER_PAGE)
+        if output is Format.json:
+            print_json({"runs": [run.model_dump(mode="json") for run in runs], "total_count": total})
+            return
+        if runs:
+            print_table(RUN_COLUMNS, [row(run) for run in runs])
+        note_rest("runs", len(runs), total)
+
+
+@app.command(
+    epilog=examples(
+        "lorimer run info RUN",
+        "lorimer run info tinker://RUN/weights/final",
+    )
+)
+def info(
+    run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Show one training run and its checkpoints."""
+    with exit_on_error():
+        client = rest_client(base_url, api_key, data)
+        run_id = run_id_of(run)
+        found = client.get_training_run(run_id, "accessible").result()
+        checkpoints = client.list_checkpoints(run_id).result().checkpoints
+        if output is Format.json:
+            listed = [checkpoint.model_dump(mode="json") for checkpoint in checkpoints]
+            print_json(found.model_dump(mode="json") | {"checkpoints": listed})
+            return
+        print_facts(
+            {
+                "run": found.training_run_id,
+                "base model": found.base_model,
+                "rank": found.lora_rank,
+                "owner": found.model_owner,
+                "state": state(found),
+                "last request": moment_text(found.last_request_time),
+                "metadata": metadata_text(found.user_metadata),
+            }
+        )
+        if checkpoints:
+            typer.echo()
+            print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in checkpoints])
+
+
+def run_id_of(text: str) -> str:
+    """The id in the path of a checkpoint, or the text itself."""
+    return text.removeprefix("tinker://").partition("/")[0]
+
+
+def row(run: "TrainingRun") -> list[object]:
+    newest = max(
+        filter(None, (run.last_checkpoint, run.last_sampler_checkpoint)), key=lambda one: one.time, default=None
+    )
+    saved = f"{newest.checkpoint_id} ({ago(newest.time)})" if newest else ""
+    return [run.training_run_id, run.base_model, run.lora_rank or "", ago(run.last_request_time), saved, state(run)]
+
+
+def state(run: "TrainingRun") -> str:
+    return "corrupted" if run.corrupted else "ok"
+
+
+def checkpoint_row(checkpoint: "Checkpoint") -> list[object]:
+    return [
+        checkpoint.tinker_path,
+        checkpoint.checkpoint_type,
+        size_text(checkpoint.size_bytes),
+        ago(checkpoint.time),
+        ago(checkpoint.expires_at) or "never",
+        "yes" if checkpoint.public else "",
+    ]
+
+
+def note_rest(what: str, shown: int, total: int) -> None:
+    """Say on stderr what a table left out."""
+    if not total:
+        note(f"no {what}")
+    elif shown < total:
+        note(f"{shown} of {total} {what}; --limit 0 shows all")

@@ -1,0 +1,168 @@
+"""``lorimer session``: the sessions in which programs trained and sampled."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
+from lorimer.cli.failures import exit_on_error
+from lorimer.cli.moments import ago
+from lorimer.cli.output import (
+    Column,
+    Format,
+    FormatOption,
+    examples,
+    metadata_text,
+    note,
+    print_facts,
+    print_json,
+    print_table,
+    size_text,
+)
+from lorimer.cli.run import LimitOption
+from lorimer.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from lorimer.client.rest import RestClient
+    from lorimer.types import SessionSummary
+
+app = typer.Typer(help="Look at sessions, and export what they did when.", no_args_is_help=True)
+
+SESSIONS_PER_PAGE = 200
+COLUMNS: list[str | Column] = [
+    Column("session", whole=True),
+    "name",
+    "state",
+    "created",
+    Column("checkpoints", justify="right"),
+    Column("size", justify="right"),
+    "metadata",
+]
+
+SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="Id of the session.")]
+
+
+@app.command(name="list", epilog=examples("lorimer session list", "lorimer session list --name 'sql rl' -f json"))
+def list_(
+    limit: LimitOption = 20,
+    name: Annotated[str | None, typer.Option("--name", help="Words that all occur in the session's name.")] = None,
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """List sessions, newest first."""
+    with exit_on_error():
+        client = rest_client(base_url, api_key, data)
+        sessions = search(client, limit, name)
+        if output is Format.json:
+            print_json({"sessions": [session.model_dump(mode="json") for session in sessions]})
+        elif sessions:
+            print_table(COLUMNS, [row(session) for session in sessions])
+        else:
+            note("no sessions")
+
+
+@app.command(epilog=examples("lorimer session info SESSION"))
+def info(
+    session_id: SessionArgument,
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Show the runs and samplers of a session."""
+    with exit_on_error():
+        found = rest_client(base_url, api_key, data).get_session(session_id, "accessible").result()
+        if output is Format.json:
+            print_json({"session_id": session_id} | found.model_dump(mode="json"))
+            return
+        print_facts(
+            {
+                "session": session_id,
+                "name": found.display_name,
+                "metadata": metadata_text(found.user_metadata),
+                "runs": found.training_run_ids,
+                "samplers": found.sampler_ids,
+            }
+        )
+
+
+@app.command(
+    name="export-trace",
+    epilog=examples(
+        "lorimer session export-trace SESSION -o trace.json   # open it at https://ui.perfetto.dev",
+        "lorimer session export-trace SESSION --url-only",
+    ),
+)
+def export_trace(
+    session_id: SessionArgument,
+    file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; SESSION.json is the default.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    url_only: Annotated[bool, typer.Option("--url-only", help="Print the address of the file instead.")] = False,
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Write what a session did when, for https://ui.perfetto.dev or chrome://tracing."""
+    with exit_on_error():
+        target = file or Path(f"{session_id.replace('/', '_')}.json")
+        if not url_only and not force and target.exists():
+            raise InvalidInput(f"{str(target)!r} is there already; --force replaces it")
+        client = rest_client(base_url, api_key, data)
+        if url_only and client.holder.is_local:
+            raise InvalidInput("--url-only needs a server with an address: `lorimer serve`, and --base-url")
+        url = client.export_session_trace(session_id).result()
+        if not url_only:
+            from lorimer.cli.download import download_file
+
+            download_file(client.holder, url, target)
+        if output is Format.json:
+            print_json(
+                {"session_id": session_id, "url" if url_only else "destination": url if url_only else str(target)}
+            )
+        else:
+            print(url if url_only else target)
+
+
+def search(client: "RestClient", limit: int, name: str | None) -> list["SessionSummary"]:
+    """The newest ``limit`` sessions, or all, a page at a time."""
+    from lorimer.client.errors import ExperimentalWarning
+    from lorimer.types import SessionSearchRequest
+
+    found: list[SessionSummary] = []
+    cursor = None
+    while True:
+        wanted = min(SESSIONS_PER_PAGE, limit - len(found)) if limit else SESSIONS_PER_PAGE
+        request = SessionSearchRequest(display_name=name or None, limit=wanted, cursor=cursor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            page = client.search_sessions(request).result()
+        found += page.sessions
+        cursor = page.next_cursor
+        if cursor is None or not page.sessions or len(found) == limit:
+            return found
+
+
+def row(session: "SessionSummary") -> list[object]:
+    return [
+        session.session_id,
+        session.display_name or "",
+        state(session),
+        ago(session.created_at),
+        session.checkpoints_count or "",
+        size_text(session.checkpoint_storage_bytes or None),
+        metadata_text(session.user_metadata),
+    ]
+
+
+def state(session: "SessionSummary") -> str:
+    status = session.status
+    if status is None:
+        return ""
+    return status.reason.type if status.type == "client_finished" else status.type

@@ -1,0 +1,213 @@
+"""HTTP/1.1 on asyncio, for many small requests at once: one at a time on a connection, a connection for each.
+
+A request finds its connection in a time that does not grow with their number; the pool of httpx2 looks at all of them,
+and asks the system about each idle one, twice for every request. Bodies are in memory on both sides. Reading answers is
+in ``http_answers.py``; proxies are left to httpx2.
+"""
+
+import asyncio
+import ssl
+import time
+from collections import deque
+
+import httpx2
+
+from lorimer.client.http_answers import AnswerReader
+
+KEEP_SECONDS = 5.0
+"""An idle connection is used again within this time, which is less than servers keep it."""
+PIECE_BYTES = 256 * 1024
+OTHER_ADDRESS_SECONDS = 0.25
+"""Until the next address of a host is tried too."""
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
+
+
+class Unanswered(Exception):
+    """The connection ended before an answer began."""
+
+
+class Line(asyncio.Protocol):
+    """A connection. It carries one request after another; what arrives between them ends it."""
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self.idle_since = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._reader: AnswerReader | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        self._limit: asyncio.Timeout | None = None
+        self._seconds: float | None = None
+
+    async def exchange(self, head: bytes, body: bytes, method: str, seconds: float | None) -> AnswerReader:
+        """Send a request and read its answer; ``TimeoutError`` after ``seconds`` in which nothing moved."""
+        assert self._transport is not None and self._reader is None
+        reader = self._reader = AnswerReader(method)
+        self._done = asyncio.get_running_loop().create_future()
+        self._seconds = seconds
+        try:
+            async with asyncio.timeout(seconds) as self._limit:
+                await self._write(head, body)
+                await self._done
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            self._reader = self._done = self._limit = None
+        return reader
+
+    async def _write(self, head: bytes, body: bytes) -> None:
+        assert self._transport is not None and self._done is not None
+        if len(body) <= PIECE_BYTES:
+            self._transport.write(head + body)
+            return
+        self._transport.write(head)
+        content = memoryview(body)
+        for start in range(0, len(content), PIECE_BYTES):
+            if self._done.done():  # an answer before the end, which is a refusal
+                self.is_usable = False
+                return
+            self._transport.write(content[start : start + PIECE_BYTES])
+            await self._room.wait()
+            self._moved()
+
+    def _moved(self) -> None:
+        if self._limit is not None and self._seconds is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    def end(self) -> None:
+        self.is_usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ── called by the loop ────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._reader is None or self._done is None or self._done.done():
+            self.end()
+            return
+        self._moved()
+        try:
+            if self._reader.feed(data):
+                self.is_usable &= self._reader.keeps_alive
+                self._done.set_result(None)
+        except ValueError as error:
+            self._fail(httpx2.RemoteProtocolError(f"the answer is not HTTP/1.1: {error}"))
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_usable = False
+        self._room.set()
+        if self._reader is None:
+            return
+        if self._reader.end():
+            if self._done is not None and not self._done.done():
+                self._done.set_result(None)
+        elif self._reader.has_begun:
+            self._fail(httpx2.RemoteProtocolError(f"the answer was cut off: {error or 'the connection was closed'}"))
+        else:
+            self._fail(Unanswered(str(error or "the connection was closed")))
+
+    def _fail(self, error: Exception) -> None:
+        self.is_usable = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+
+class HttpTransport(httpx2.AsyncBaseTransport):
+    """The connections of one client, kept for a few seconds after use."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Origin, deque[Line]] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        url, limits = request.url, request.extensions.get("timeout", {})
+        origin = (url.scheme, url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80))
+        head, body = head_of(request), await request.aread()
+        while (line := self._take(origin)) is not None:
+            try:
+                return await self._exchange(line, origin, request, head, body)
+            except Unanswered:
+                continue  # closed by the server while it was idle
+        try:
+            line = await self._open(origin, limits.get("connect"))
+        except TimeoutError:
+            raise httpx2.ConnectTimeout(f"no connection to {origin[1]}:{origin[2]} in time") from None
+        except OSError as error:
+            raise httpx2.ConnectError(str(error)) from error
+        try:
+            return await self._exchange(line, origin, request, head, body)
+        except Unanswered as error:
+            raise httpx2.RemoteProtocolError(f"no answer: {error}") from None
+
+    async def _exchange(
+        self, line: Line, origin: Origin, request: httpx2.Request, head: bytes, body: bytes
+    ) -> httpx2.Response:
+        try:
+            answer = await line.exchange(head, body, request.method, request.extensions.get("timeout", {}).get("read"))
+        except TimeoutError:
+            raise httpx2.ReadTimeout("no answer in time") from None
+        if line.is_usable and not self._is_closed:
+            line.idle_since = time.monotonic()
+            self._idle.setdefault(origin, deque()).append(line)
+        else:
+            line.end()
+        return httpx2.Response(answer.status, headers=answer.headers, content=bytes(answer.body), request=request)
+
+    def _take(self, origin: Origin) -> Line | None:
+        """The connection used last; those that have been idle for long are ended."""
+        idle = self._idle.get(origin)
+        if not idle:
+            return None
+        oldest = time.monotonic() - KEEP_SECONDS
+        while idle and idle[0].idle_since < oldest:
+            idle.popleft().end()
+        while idle:
+            if (line := idle.pop()).is_usable:
+                return line
+        return None
+
+    async def _open(self, origin: Origin, seconds: float | None) -> Line:
+        scheme, host, port = origin
+        if scheme == "https" and self._tls is None:
+            self._tls = httpx2.create_ssl_context()
+        async with asyncio.timeout(seconds):
+            _, line = await asyncio.get_running_loop().create_connection(
+                Line,
+                host,
+                port,
+                ssl=self._tls if scheme == "https" else None,
+                happy_eyeballs_delay=OTHER_ADDRESS_SECONDS,
+            )
+        return line
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().end()
+
+
+def head_of(request: httpx2.Request) -> bytes:
+    lines = [request.method.encode("ascii") + b" " + request.url.raw_path + b" HTTP/1.1"]
+    lines += [name + b": " + value for name, value in request.headers.raw]
+    if any(b"\n" in line or b"\r" in line for line in lines):
+        raise httpx2.LocalProtocolError("a header has a line break, which HTTP does not allow")
+    return b"\r\n".join(lines) + b"\r\n\r\n"

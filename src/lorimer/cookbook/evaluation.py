@@ -1,0 +1,132 @@
+"""Evaluators: functions that measure the weights behind a sampling client, and the numbers that they share.
+
+An evaluator is any ``async (sampling_client) -> dict[str, float]``; the training loops call theirs on the way. Those
+of other programs, ``inspect-ai`` and ``lm-eval``, ask a server at its OpenAI address: see ``docs/evaluation.md``.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lorimer import Datum, ModelInput, SamplingClient, SamplingParams
+from lorimer.cookbook.completers import derive_seed
+from lorimer.cookbook.datums import mean_nll
+from lorimer.cookbook.messages import Message, text_of
+from lorimer.cookbook.renderers import Renderer
+from lorimer.errors import InvalidInput
+
+Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
+"""How right a reply is, from 0 to 1, given the row that was asked."""
+
+
+class Evaluator(Protocol):
+    async def __call__(self, sampling_client: SamplingClient, /) -> dict[str, float]: ...
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that one of ``k`` samples is right, when ``num_correct`` of ``num_samples`` were: without bias."""
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise InvalidInput(
+            f"pass@{k} of {num_correct} right in {num_samples} cannot be told; accepted are k from 1 to the number of "
+            "samples, and at most as many right ones as samples"
+        )
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def exact_match(field: str = "answer") -> Grader:
+    """A reply is right if it is the row's field, whatever spaces are around it."""
+    return lambda reply, row: reply.strip() == str(row[field]).strip()
+
+
+def accuracy(
+    rows: Sequence[Any],
+    renderer: Renderer,
+    grade: Grader,
+    *,
+    ask: Callable[[Any], Sequence[Message]] = lambda row: [{"role": "user", "content": str(row["question"])}],
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    num_samples: int = 1,
+    k: Sequence[int] = (),
+    concurrency: int = 64,
+    seed: int = 0,
+    name: str = "test",
+) -> Evaluator:
+    """``name/accuracy``, the mean grade, and ``name/pass@k``, for which a grade of 0.5 or more is right."""
+    if not rows:
+        raise InvalidInput("there are no rows to evaluate on; at least one is needed")
+    if any(each > num_samples for each in k):
+        raise InvalidInput(f"k is {list(k)} with num_samples {num_samples}; at most that many is accepted")
+
+    async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
+        room = asyncio.Semaphore(concurrency)
+
+        async def grades_of(index: int, row: Any) -> list[float]:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                stop=renderer.get_stop_sequences(),
+                seed=derive_seed(seed, index),
+            )
+            prompt = renderer.build_generation_prompt(ask(row))
+            async with room:
+                response = await sampling_client.sample_async(prompt, num_samples, params)
+            replies = [text_of(renderer.parse_response(one.tokens)[0]) for one in response.sequences]
+            return [await _graded(grade, reply, row) for reply in replies]
+
+        grades = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(rows)))
+        metrics = {f"{name}/accuracy": float(np.mean(grades))}
+        for each in k:
+            chances = [pass_at_k(num_samples, sum(one >= 0.5 for one in found), each) for found in grades]
+            metrics[f"{name}/pass@{each}"] = float(np.mean(chances))
+        return metrics
+
+    return evaluate
+
+
+async def _graded(grade: Grader, reply: str, row: Any) -> float:
+    found = grade(reply, row)
+    return float(await found if inspect.isawaitable(found) else found)
+
+
+def nll(data: Sequence[Datum], *, name: str = "test") -> Evaluator:
+    """``name/nll``, the weighted mean of ``-logprob``, and ``name/perplexity``; by scoring prompts, not by a forward
+    pass, so it measures any model that can be sampled."""
+    if not data:
+        raise InvalidInput("there are no examples to evaluate on; at least one is needed")
+
+    async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
+        logprobs = await asyncio.gather(*(target_logprobs(sampling_client, datum) for datum in data))
+        value = mean_nll(data, logprobs)
+        return {f"{name}/nll": value, f"{name}/perplexity": math.exp(value)}
+
+    return evaluate
+
+
+async def target_logprobs(sampling_client: SamplingClient, datum: Datum) -> list[float]:
+    """The logprob of each target of an example whose targets are the next tokens."""
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    tokens = [*datum.model_input.to_ints(), int(targets[-1])]
+    if targets.ndim != 1 or tokens[1:] != targets.tolist():
+        raise InvalidInput("the targets of an example are not its next tokens, so a sampler cannot score them")
+    scored = await sampling_client.compute_logprobs_async(ModelInput.from_ints(tokens))
+    return [value for value in scored[1:] if value is not None]
+
+
+def together(*evaluators: Evaluator) -> Evaluator:
+    """One evaluator of several, which run at once; a metric that two of them give is refused."""
+
+    async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
+        found: Sequence[Mapping[str, float]] = await asyncio.gather(*(run(sampling_client) for run in evaluators))
+        metrics: dict[str, float] = {}
+        for part in found:
+            if twice := metrics.keys() & part.keys():
+                raise InvalidInput(f"two evaluators give {sorted(twice)}; give them different names")
+            metrics |= part
+        return metrics
+
+    return evaluate

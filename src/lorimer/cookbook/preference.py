@@ -1,0 +1,326 @@
+"""Learning from preferences: DPO, and pairwise training of a model whose verdict is a reward.
+
+Both take pairs of examples of which one is better, and raise the margin between their scores through
+``forward_backward_custom``. DPO scores an answer by how much likelier it has become than under the initial weights; a
+reward model scores a conversation by the logprob of its verdict. A run that is killed goes on as in ``supervised.py``.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
+from lorimer.cookbook.datasets import Dataset
+from lorimer.cookbook.datums import conversation_to_datum, num_tokens
+from lorimer.cookbook.evaluation import Evaluator, target_logprobs
+from lorimer.cookbook.logs import MetricLog, open_log, read_metrics
+from lorimer.cookbook.messages import Message, check_messages, text_of
+from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.schedules import Schedule, learning_rate
+from lorimer.cookbook.service import open_service
+from lorimer.cookbook.supervised import Result
+from lorimer.errors import InvalidInput
+
+Kind = Literal["dpo", "reward_model"]
+ROUNDING = 1e-5
+VERDICT = "Is this a good answer? Reply with Yes or No."
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two examples; the weights of their tokens are 1 where a token counts for the score, else 0."""
+
+    chosen: Datum
+    rejected: Datum
+
+
+# ── pairs from rows ───────────────────────────────────────────────────────────────────────────────────
+
+
+def read_preference(row: Mapping[str, Any]) -> tuple[list[Message], Message, Message]:
+    """The conversation, the better and the worse answer of a row.
+
+    It has ``chosen`` and ``rejected``, as texts or messages, and ``prompt`` or ``instruction`` (which an ``input`` may
+    follow); without either, both hold a whole conversation whose last message is the answer.
+    """
+    if "chosen" not in row or "rejected" not in row:
+        raise InvalidInput(f"a row has the fields {sorted(row)}; chosen and rejected are needed")
+    answers = [_messages(row[name], "assistant") for name in ("chosen", "rejected")]
+    if "prompt" in row:
+        asked = _messages(row["prompt"], "user")
+    elif "instruction" in row:
+        asked = _messages(f"{row['instruction']}\n\n{row.get('input') or ''}".strip(), "user")
+    else:
+        asked = answers[0][:-1]
+        if asked != answers[1][:-1]:
+            raise InvalidInput("chosen and rejected begin with different conversations; the same one is accepted")
+    check_messages(asked)
+    return asked, answers[0][-1], answers[1][-1]
+
+
+def _messages(said: Any, role: str) -> list[Message]:
+    messages: list[Message] = [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+    check_messages(messages)
+    return messages
+
+
+def dpo_pair(row: Mapping[str, Any], renderer: Renderer, max_length: int | None = None) -> Pair:
+    """Both answers to the same conversation; the tokens of the answers count."""
+    asked, *answers = read_preference(row)
+    return Pair(*(conversation_to_datum([*asked, one], renderer, max_length, reduction="sum") for one in answers))
+
+
+def reward_pair(row: Mapping[str, Any], renderer: Renderer, max_length: int | None = None) -> Pair:
+    """Both conversations with the verdict Yes, whose logprob is the reward."""
+    asked, *answers = read_preference(row)
+    return Pair(*(verdict_datum([*asked, one], renderer, max_length) for one in answers))
+
+
+def verdict_datum(messages: Sequence[Message], renderer: Renderer, max_length: int | None = None) -> Datum:
+    """A conversation as a text to judge, and the verdict Yes."""
+    told = "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
+    judged: list[Message] = [
+        {"role": "user", "content": f"{told}\n\n{VERDICT}"},
+        {"role": "assistant", "content": "Yes"},
+    ]
+    return conversation_to_datum(judged, renderer, max_length, reduction="sum")
+
+
+async def reward_async(sampling_client: SamplingClient, messages: Sequence[Message], renderer: Renderer) -> float:
+    """What a trained reward model gives a conversation."""
+    return (await score_all(sampling_client, [verdict_datum(messages, renderer)]))[0]
+
+
+async def score_all(sampling_client: SamplingClient, data: Sequence[Datum]) -> list[float]:
+    """The weighted sum of each example's logprobs."""
+    logprobs = await asyncio.gather(*(target_logprobs(sampling_client, datum) for datum in data))
+    weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
+    return [float((weight * one).sum()) for weight, one in zip(weights, logprobs, strict=True)]
+
+
+# ── the loss ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pairwise_loss(beta: float, reference: Sequence[float]) -> Callable[[list[Datum], list[Any]], tuple[Any, Any]]:
+    """``-mean log sigmoid`` of the margins, for data in which a chosen example and its rejected one alternate.
+
+    A reward is ``beta`` times the weighted sum of an example's logprobs less its ``reference``.
+    """
+
+    def loss_fn(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        import torch
+
+        weights = [torch.as_tensor(datum.loss_fn_inputs["weights"].to_numpy()) for datum in data]
+        sums = torch.stack([(weight * one).sum() for weight, one in zip(weights, logprobs, strict=True)])
+        rewards = beta * (sums - torch.tensor(reference, dtype=sums.dtype))
+        margins = rewards[0::2] - rewards[1::2]
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        return loss, _metrics(loss.item(), rewards.detach().tolist())
+
+    return loss_fn
+
+
+def _metrics(loss: float, rewards: Sequence[float]) -> dict[str, float]:
+    pairs = list(zip(rewards[0::2], rewards[1::2], strict=True))
+    return {
+        "loss": loss,
+        "accuracy": sum(_is_preferred(chosen - rejected) for chosen, rejected in pairs) / len(pairs),
+        "margin": sum(chosen - rejected for chosen, rejected in pairs) / len(pairs),
+        "chosen_reward": sum(chosen for chosen, _ in pairs) / len(pairs),
+        "rejected_reward": sum(rejected for _, rejected in pairs) / len(pairs),
+    }
+
+
+def _is_preferred(margin: float) -> float:
+    """1 or 0; half where the rewards differ by no more than rounding, as all do before the first step of DPO."""
+    return 0.5 if abs(margin) < ROUNDING else float(margin > 0)
+
+
+# ── the loop ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    log_dir: Path
+    base_model: str
+    base_url: str | None = None
+    dataset: Dataset[Pair]
+    kind: Kind = "dpo"
+    beta: float = 0.1
+    """How strongly DPO holds on to the initial weights; of a reward model it scales the reward, and 1 is usual."""
+    learning_rate: float = 1e-5
+    schedule: Schedule = "linear"
+    warmup_steps: int = 0
+    rank: int = 32
+    seed: int = 0
+    load_from: str | None = None
+    """A checkpoint whose weights the run begins with, and which DPO's reference then has."""
+    max_steps: int | None = None
+    test_pairs: Sequence[Pair] = ()
+    """Held out; ``test/accuracy``, ``test/margin`` and the rest are measured on them."""
+    evaluators: Sequence[Evaluator] = ()
+    eval_every: int = 0
+    """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
+    save_every: int = 0
+    keep: int | None = 1
+    sinks: Sequence[str] = ("jsonl", "console")
+    notes: dict[str, Any] = field(default_factory=dict)
+    """More of what must not change when the run is resumed: what the dataset was made from."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidInput(f"kind is {self.kind!r}; accepted are {', '.join(get_args(Kind))}")
+        if not self.beta > 0:
+            raise InvalidInput(f"beta is {self.beta}; more than 0 is accepted")
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.dataset) if self.max_steps is None else min(len(self.dataset), self.max_steps)
+
+    def described(self) -> dict[str, Any]:
+        left_out = "log_dir base_url dataset test_pairs evaluators sinks save_every keep notes".split()
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        return values | {"num_steps": self.num_steps} | self.notes
+
+
+async def train(config: Config, service: ServiceClient | None = None) -> Result:
+    """Train, or go on training, until the dataset or ``max_steps`` ends."""
+    if service is None:
+        with open_service(config.base_model, config.base_url) as opened:
+            return await train(config, opened)
+    checkpoints = Checkpoints(config.log_dir, config.keep)
+    last = checkpoints.last()
+    start = last.step if last is not None else 0
+    is_done = start >= config.num_steps
+    with open_log(
+        config.log_dir,
+        config=config.described(),
+        total_steps=config.num_steps,
+        resume_step=start,
+        sinks=() if is_done else config.sinks,
+    ) as log:
+        if last is None or not is_done:
+            client, start = await open_training_client(
+                service,
+                base_model=config.base_model,
+                rank=config.rank,
+                checkpoints=checkpoints,
+                load_from=config.load_from,
+                seed=config.seed,
+            )
+            reference = None
+            if config.kind == "dpo":
+                base_model = None if config.load_from else config.base_model
+                reference = await service.create_sampling_client_async(config.load_from, base_model=base_model)
+            last = await _Loop(config, client, checkpoints, log, reference).run(start)
+    return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
+
+
+Passed = tuple[APIFuture[types.ForwardBackwardOutput], APIFuture[types.OptimStepResponse]]
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: Config,
+        client: TrainingClient,
+        checkpoints: Checkpoints,
+        log: MetricLog,
+        reference: SamplingClient | None,
+    ) -> None:
+        self._config, self._client, self._checkpoints, self._log = config, client, checkpoints, log
+        self._reference = reference
+        self._known: dict[Pair, list[float]] = {}
+
+    async def run(self, start: int) -> Checkpoint:
+        """A step is logged after the next one's forward pass was submitted; the server does not wait for this side."""
+        config, total = self._config, self._config.num_steps
+        finish: Callable[[], Awaitable[None]] | None = None
+        scored = asyncio.create_task(self._score(start))
+        try:
+            for number in range(start, total):
+                begun = time.monotonic()
+                save = None
+                if config.save_every and number > start and number % config.save_every == 0:
+                    save = self._checkpoints.begin_save(self._client, number)
+                evaluated = await self._evaluate() if config.eval_every and number % config.eval_every == 0 else {}
+                pairs, reference = await scored
+                scored = asyncio.create_task(self._score(number + 1))  # while the server trains
+                loss = pairwise_loss(config.beta, reference)
+                passed = await self._client.forward_backward_custom_async(_flat(pairs), loss)
+                optimised = self._client.optim_step(types.AdamParams(learning_rate=self._rate(number)))
+                if finish is not None:
+                    await finish()
+                if save is not None:
+                    await save()
+                finish = self._finisher(number, begun, pairs, evaluated, (passed, optimised))
+            save = self._checkpoints.begin_save(self._client, total)
+            if finish is not None:
+                await finish()
+            if metrics := await self._evaluate():
+                self._log.log(metrics, total)
+            return await save()
+        finally:
+            scored.cancel()
+
+    async def _score(self, number: int) -> tuple[list[Pair], list[float]]:
+        """The pairs of a step, and what the initial weights give each of their examples."""
+        if number >= self._config.num_steps:
+            return [], []
+        pairs = self._config.dataset.get_batch(number)
+        return pairs, await self._reference_of(pairs)
+
+    async def _reference_of(self, pairs: Sequence[Pair]) -> list[float]:
+        if self._reference is None:
+            return [0.0] * (2 * len(pairs))
+        new = [pair for pair in pairs if pair not in self._known]
+        scores = await score_all(self._reference, _flat(new))
+        self._known |= {pair: scores[2 * place : 2 * place + 2] for place, pair in enumerate(new)}
+        return [score for pair in pairs for score in self._known[pair]]
+
+    def _finisher(
+        self, number: int, begun: float, pairs: Sequence[Pair], evaluated: dict[str, float], passed: Passed
+    ) -> Callable[[], Awaitable[None]]:
+        async def finish() -> None:
+            output, optimised = await passed[0], await passed[1]
+            names = _metrics(0.0, [0.0, 0.0])
+            data = _flat(pairs)
+            self._log.log(
+                {f"train/{name}": output.metrics[name] for name in names}
+                | evaluated
+                | {"learning_rate": self._rate(number), "num_tokens": num_tokens(data), "num_pairs": len(pairs)}
+                | {f"optim/{name}": value for name, value in (optimised.metrics or {}).items()}
+                | {"time/latency_seconds": time.monotonic() - begun},
+                number,
+            )
+
+        return finish
+
+    def _rate(self, number: int) -> float:
+        config = self._config
+        return learning_rate(config.schedule, number, config.num_steps, config.learning_rate, config.warmup_steps)
+
+    async def _evaluate(self) -> dict[str, float]:
+        import torch
+
+        metrics: dict[str, float] = {}
+        if pairs := list(self._config.test_pairs):
+            data = _flat(pairs)
+            output = self._client.forward(data, "cross_entropy")
+            reference = await self._reference_of(pairs)
+            logprobs = [torch.as_tensor(one["logprobs"].to_numpy()) for one in (await output).loss_fn_outputs]
+            found = pairwise_loss(self._config.beta, reference)(data, logprobs)[1]
+            metrics = {f"test/{name}": value for name, value in found.items()}
+        if self._config.evaluators:
+            client = await self._client.save_weights_and_get_sampling_client_async()
+            for part in await asyncio.gather(*(run(client) for run in self._config.evaluators)):
+                metrics |= part
+        return metrics
+
+
+def _flat(pairs: Sequence[Pair]) -> list[Datum]:
+    return [datum for pair in pairs for datum in (pair.chosen, pair.rejected)]

@@ -1,0 +1,1 @@
+"""Reinforcement learning: environments, rollouts, advantages, graders in processes of their own, training loops."""

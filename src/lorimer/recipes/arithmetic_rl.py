@@ -1,0 +1,87 @@
+"""Sums by reinforcement learning, measured on sums that were never seen: neither here nor in pretraining.
+
+    python -m lorimer.recipes.arithmetic_rl --seed 0
+
+On lorimer/tiny, sampled at temperature 1 as in training, the share of right answers rises from 21 % to 56 - 61 % over
+three seeds (greedy from 44 % to 80 - 83 %). 80 steps take about 220 seconds of CPU time. ``metrics.jsonl`` in the log
+directory has the curve; docs/rl.md has the figures.
+"""
+
+import asyncio
+import hashlib
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.rl import training
+from lorimer.cookbook.rl.envs import RLDataset
+from lorimer.cookbook.rl.problems import ProblemDataset
+from lorimer.recipes.rl_basic import Sum, SumEnv
+
+NUM_TEST = 200
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """The tenth of all pairs that lorimer/tiny has not met in pretraining: see docs/tiny.md."""
+    digest = hashlib.sha256(f"{min(a, b)} {max(a, b)}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < 10
+
+
+def split_sums() -> tuple[list[Sum], list[Sum]]:
+    sums = [(a, b) for a in range(100) for b in range(100)]
+    held_out = [pair for pair in sums if is_held_out(*pair)]
+    return [pair for pair in sums if not is_held_out(*pair)], random.Random(0).sample(held_out, NUM_TEST)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
+    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="where the run is kept; its name has the seed")] = None,
+    steps: int = 80,
+    batch_size: Annotated[int, typer.Option(help="sums in a step")] = 32,
+    group_size: Annotated[int, typer.Option(help="answers to each sum")] = 8,
+    learning_rate: float = 4e-3,
+    warmup_steps: int = 8,
+    loss_fn: Annotated[str, typer.Option(help="importance_sampling, ppo, cispo or gspo")] = "importance_sampling",
+    eval_every: int = 20,
+    seed: int = 0,
+) -> None:
+    def make_datasets(renderer: Renderer) -> tuple[RLDataset, RLDataset]:
+        def make_env(numbers: Sum) -> SumEnv:
+            return SumEnv(renderer, numbers)
+
+        train_sums, test_sums = split_sums()
+        return (
+            ProblemDataset(train_sums, make_env, batch_size=batch_size, group_size=group_size, seed=seed),
+            ProblemDataset(test_sums, make_env, batch_size=NUM_TEST, group_size=1),
+        )
+
+    config = training.Config(
+        base_model=model,
+        base_url=base_url,
+        dataset_builder=make_datasets,
+        log_dir=log_dir or Path(f"runs/arithmetic_rl_{seed}"),
+        learning_rate=learning_rate,
+        lr_schedule="linear",
+        warmup_steps=warmup_steps,
+        loss_fn=loss_fn,  # type: ignore[arg-type]
+        rank=16,
+        max_tokens=8,
+        num_steps=steps,
+        num_minibatches=2,
+        eval_every=eval_every,
+        eval_temperature=1.0,
+        save_every=20,
+        seed=seed,
+        notes={"batch_size": batch_size, "group_size": group_size},
+    )
+    result = asyncio.run(training.train(config))
+    print(f"right answers to {NUM_TEST} sums never seen: {result.metrics.get('test/correct', 0.0):.1%}")
+    print(f"trained: {result.sampler_path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

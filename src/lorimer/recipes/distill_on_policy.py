@@ -1,0 +1,109 @@
+"""On-policy distillation: a student tries, and a teacher says of every token how likely it finds it.
+
+    python -m lorimer.recipes.distill_on_policy
+    python -m lorimer.recipes.distill_on_policy --teacher tinker://...       # any fine-tuned model of the same base
+
+No reward and no right answer is used, only the teacher's logprobs. Without `--teacher` one is made first: the same base
+model, fine-tuned on sums for a minute. With a teacher of 30 steps that gets 83 % of the sums never
+seen right, 15 steps bring the student of lorimer/tiny from 44 % to 62 % and `test/reverse_kl` from 0.22 to 0.06; the
+time was not measured on a quiet machine.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorimer import Datum, ServiceClient
+from lorimer.cookbook import distillation, supervised
+from lorimer.cookbook.datasets import ShuffledDataset
+from lorimer.cookbook.datums import conversation_to_datum
+from lorimer.cookbook.evaluation import accuracy, exact_match, together
+from lorimer.cookbook.renderers import Renderer, get_renderer
+from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.recipes.arithmetic_rl import split_sums
+
+MAX_TOKENS = 8
+
+
+def as_row(numbers: tuple[int, int]) -> dict[str, str]:
+    return {"question": f"What is {numbers[0]} + {numbers[1]}?", "answer": str(sum(numbers))}
+
+
+async def make_teacher(service: ServiceClient, model: str, renderer: Renderer, directory: Path, steps: int) -> str:
+    def convert(row: dict[str, str]) -> list[Datum]:
+        question: Any = {"role": "user", "content": row["question"]}
+        return [conversation_to_datum([question, {"role": "assistant", "content": row["answer"]}], renderer)]
+
+    config = supervised.Config(
+        log_dir=directory,
+        base_model=model,
+        dataset=ShuffledDataset([as_row(pair) for pair in split_sums()[0]], 64, convert=convert),
+        learning_rate=4e-3,
+        rank=16,
+        max_steps=steps,
+    )
+    return (await supervised.train(config, service)).checkpoint.sampler_path
+
+
+def main(
+    model: Annotated[str, typer.Option(help="base model of the student")] = "lorimer/tiny",
+    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
+        "runs/distill_on_policy"
+    ),
+    teacher: Annotated[str | None, typer.Option(help="tinker:// path; without one it is made first")] = None,
+    teacher_steps: int = 60,
+    steps: int = 40,
+    batch_size: Annotated[int, typer.Option(help="questions in a step")] = 32,
+    num_samples: Annotated[int, typer.Option(help="tries of the student at each")] = 4,
+    learning_rate: float = 2e-3,
+    rank: int = 16,
+    eval_every: int = 10,
+    seed: int = 0,
+) -> None:
+    async def run(service: ServiceClient, renderer: Renderer) -> tuple[dict[str, float], supervised.Result]:
+        path = teacher or await make_teacher(service, model, renderer, log_dir / "teacher", teacher_steps)
+        teaching = await service.create_sampling_client_async(path)
+        train_sums, test_sums = split_sums()
+        stop = renderer.get_stop_sequences()
+
+        def convert(numbers: tuple[int, int]) -> list[distillation.Prompt]:
+            asked = renderer.build_generation_prompt([{"role": "user", "content": as_row(numbers)["question"]}])
+            return [distillation.Prompt(asked)]
+
+        prompts = [prompt for pair in test_sums for prompt in convert(pair)]
+        measure = together(
+            accuracy([as_row(pair) for pair in test_sums], renderer, exact_match(), max_tokens=MAX_TOKENS),
+            distillation.reverse_kl(teaching, prompts, stop, MAX_TOKENS),
+        )
+        config = distillation.Config(
+            log_dir=log_dir / "student",
+            base_model=model,
+            dataset=ShuffledDataset(train_sums, batch_size, convert=convert, seed=seed),
+            teacher_path=path,
+            stop=stop,
+            max_tokens=MAX_TOKENS,
+            num_samples=num_samples,
+            learning_rate=learning_rate,
+            schedule="linear",
+            rank=rank,
+            seed=seed,
+            max_steps=steps,
+            evaluators=[measure],
+            eval_every=eval_every,
+            notes={"batch_size": batch_size},
+        )
+        result = await distillation.train(config, service)
+        return await measure(teaching), result
+
+    with open_service(model, base_url) as service:
+        of_teacher, result = asyncio.run(run(service, get_renderer("auto", get_tokenizer(service, model))))
+    print(f"right sums, never seen: teacher {of_teacher['test/accuracy']:.1%}", end=", ")
+    print(f"student {result.metrics['test/accuracy']:.1%}; reverse KL {result.metrics['test/reverse_kl']:.3f} a token")
+    print(f"student: {result.checkpoint.sampler_path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,85 @@
+"""Direct preference optimisation: from pairs of a better and a worse answer to a model that prefers the better ones.
+
+    python -m lorimer.recipes.dpo                # lorimer/tiny learns to prefer right sums to wrong ones
+    python -m lorimer.recipes.dpo --data pairs.jsonl --model smollm2-135m-instruct --learning-rate 2e-4
+
+A line of the data is `{"prompt": "...", "chosen": "...", "rejected": "..."}`; `instruction` does for `prompt`, and all
+three may be lists of messages. Without data the pairs are made: answers to sums that are right and ones that are not.
+With lorimer/tiny, 20 steps of 32 such pairs bring the held-out loss from 0.693 to 0.669, the margin from 0 to 0.05 and
+the accuracy to 70 %; the time was not measured on a quiet machine.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorimer.cookbook import preference
+from lorimer.cookbook.datasets import ShuffledDataset, load_rows, split_off
+from lorimer.cookbook.logs import write_atomically
+from lorimer.cookbook.renderers import get_renderer
+from lorimer.cookbook.service import get_tokenizer, open_service
+
+
+def generate_pairs(number: int, seed: int) -> list[dict[str, Any]]:
+    """Sums with the right answer and one that is off by a little."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(number):
+        a, b = rng.randint(0, 99), rng.randint(0, 99)
+        off = rng.choice([-10, -2, -1, 1, 2, 10])
+        rows.append({"prompt": f"What is {a} + {b}?", "chosen": str(a + b), "rejected": str(abs(a + b + off))})
+    return rows
+
+
+def main(
+    data: Annotated[str | None, typer.Option(help="JSONL or JSON file or Hugging Face dataset of pairs")] = None,
+    model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
+    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path("runs/dpo"),
+    start_from: Annotated[Path | None, typer.Option(help="file with the reference of a model to begin with")] = None,
+    output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("dpo_model.txt"),
+    kind: Annotated[str, typer.Option(help="dpo, or reward_model: learn to judge instead")] = "dpo",
+    beta: Annotated[float, typer.Option(help="how strongly it holds on to where it began")] = 0.1,
+    learning_rate: float = 1e-3,
+    rank: int = 32,
+    batch_size: Annotated[int, typer.Option(help="pairs in a step")] = 32,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    max_length: Annotated[int, typer.Option(help="tokens of a question and its answer; the rest is cut off")] = 512,
+    num_held_out: Annotated[int, typer.Option(help="pairs to measure with")] = 100,
+    eval_every: int = 10,
+    save_every: int = 20,
+    seed: int = 0,
+) -> None:
+    rows, held_out = split_off(load_rows(data) if data else generate_pairs(1000, seed), num_held_out, seed)
+    make = preference.dpo_pair if kind == "dpo" else preference.reward_pair
+    with open_service(model, base_url) as service:
+        renderer = get_renderer("auto", get_tokenizer(service, model))
+        pairs = [make(row, renderer, max_length) for row in rows]
+        config = preference.Config(
+            log_dir=log_dir,
+            base_model=model,
+            dataset=ShuffledDataset(pairs, batch_size, num_epochs=epochs, seed=seed),
+            kind=kind,  # type: ignore[arg-type]
+            beta=beta,
+            learning_rate=learning_rate,
+            rank=rank,
+            seed=seed,
+            load_from=start_from.read_text().strip() if start_from else None,
+            max_steps=max_steps,
+            test_pairs=[make(row, renderer, max_length) for row in held_out],
+            eval_every=eval_every,
+            save_every=save_every,
+            notes={"data": data, "batch_size": batch_size, "max_length": max_length},
+        )
+        result = asyncio.run(preference.train(config, service))
+    write_atomically(output, result.checkpoint.sampler_path + "\n")
+    print(f"held-out accuracy {result.metrics['test/accuracy']:.1%}, margin {result.metrics['test/margin']:.3f}")
+    print(f"model: {result.checkpoint.sampler_path} (in {output})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

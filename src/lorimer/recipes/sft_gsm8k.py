@@ -1,0 +1,87 @@
+"""Fine-tune a model on grade-school word problems (GSM8K): questions and worked answers in, a model reference out.
+
+    python -m lorimer.recipes.sft_gsm8k --data train.jsonl --model smollm2-135m-instruct --output sft_model.txt
+    python -m lorimer.recipes.inference_gsm8k --model-file sft_model.txt ...
+
+A line of the data is `{"question": "...", "answer": "... #### 42"}`. The reference of the trained model, a `tinker://`
+path, is printed and written to the output file, which the other GSM8K recipes read. With lorimer/tiny in this process
+and `--max-steps 40 --max-length 384`: 2.5 minutes of processor time on an AMD EPYC, two cores and no GPU; held-out nll
+7.98 before it and 3.61 after it. That model learns the form of the answers, not to find them.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lorimer.cookbook import supervised
+from lorimer.cookbook.datasets import chat_dataset, datum_maker, load_rows, split_off
+from lorimer.cookbook.hyperparams import lora_learning_rate
+from lorimer.cookbook.logs import write_atomically
+from lorimer.cookbook.renderers import get_renderer
+from lorimer.cookbook.service import get_tokenizer, open_service
+
+
+def main(
+    data: Annotated[str, typer.Option(help="JSONL of questions and answers, or a Hugging Face dataset")],
+    output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("sft_model.txt"),
+    model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
+    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
+        "runs/sft_gsm8k"
+    ),
+    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, linear or cosine")] = "linear",
+    warmup_steps: int = 0,
+    rank: int = 32,
+    batch_size: int = 32,
+    epochs: int = 1,
+    max_steps: int | None = None,
+    max_length: Annotated[int, typer.Option(help="tokens of a question and its answer; the rest is cut off")] = 512,
+    num_held_out: Annotated[int, typer.Option(help="problems to measure with")] = 64,
+    eval_every: int = 20,
+    save_every: int = 20,
+    seed: int = 0,
+) -> None:
+    with open_service(model, base_url) as service:
+        tokenizer = get_tokenizer(service, model)
+        if learning_rate is None:
+            recommended = lora_learning_rate(model, directory=tokenizer.name_or_path)
+            print(recommended)
+            learning_rate = recommended.value
+        renderer = get_renderer("auto", tokenizer)
+        rows, held_out = split_off(load_rows(data), num_held_out, seed)
+        # Every token of an answer counts the same: the last, short line with the result is no more than a line.
+        convert = datum_maker(renderer, max_length=max_length, reduction="sum")
+        config = supervised.Config(
+            log_dir=log_dir,
+            base_model=model,
+            dataset=chat_dataset(
+                rows,
+                renderer,
+                batch_size=batch_size,
+                max_length=max_length,
+                reduction="sum",
+                num_epochs=epochs,
+                seed=seed,
+            ),
+            learning_rate=learning_rate,
+            schedule=schedule,  # type: ignore[arg-type]
+            warmup_steps=warmup_steps,
+            rank=rank,
+            seed=seed,
+            max_steps=max_steps,
+            test_data=[datum for row in held_out for datum in convert(row)],
+            eval_every=eval_every,
+            save_every=save_every,
+            notes={"data": data, "batch_size": batch_size, "max_length": max_length},
+        )
+        result = asyncio.run(supervised.train(config, service))
+    write_atomically(output, result.checkpoint.sampler_path + "\n")
+    print(f"held-out nll {result.metrics.get('test/nll', float('nan')):.4f}")
+    print(f"model: {result.checkpoint.sampler_path} (in {output})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,62 @@
+"""Supervised learning on the cookbook: the sums of `sl_loop` in the parts that every other recipe is made of.
+
+    python -m lorimer.recipes.sl_basic
+
+A renderer turns messages into tokens, a dataset gives the batch of each step, an evaluator measures, and
+`supervised.train` does the rest: it keeps the server busy, logs, saves, and goes on where it was when killed.
+With lorimer/tiny in this process: 48 seconds of processor time on an AMD EPYC, two cores and no GPU; 35 % of the
+held-out sums are right before it and 99 % after it.
+"""
+
+import asyncio
+from pathlib import Path
+
+import typer
+
+from lorimer.cookbook import supervised
+from lorimer.cookbook.datasets import chat_dataset, datum_maker
+from lorimer.cookbook.evaluation import accuracy, exact_match
+from lorimer.cookbook.renderers import get_renderer
+from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.recipes.sl_loop import HELD_OUT, TRAINING, Sum
+
+
+def rows(pairs: list[Sum]) -> list[dict[str, str]]:
+    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
+
+
+def main(
+    model: str = "lorimer/tiny",
+    base_url: str | None = None,
+    log_dir: Path = Path("runs/sl_basic"),
+    learning_rate: float = 4e-3,
+    rank: int = 16,
+    steps: int = 60,
+    batch_size: int = 64,
+    every: int = 20,
+    num_questions: int = 100,
+    seed: int = 0,
+) -> None:
+    with open_service(model, base_url) as service:
+        renderer = get_renderer("auto", get_tokenizer(service, model))
+        held_out = rows(HELD_OUT[:num_questions])
+        config = supervised.Config(
+            log_dir=log_dir,
+            base_model=model,
+            dataset=chat_dataset(rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
+            max_steps=steps,
+            learning_rate=learning_rate,
+            rank=rank,
+            seed=seed,
+            test_data=[datum for row in held_out for datum in datum_maker(renderer)(row)],
+            evaluators=[accuracy(held_out, renderer, exact_match(), max_tokens=8)],
+            eval_every=every,
+            save_every=every,
+            notes={"batch_size": batch_size, "num_questions": num_questions},
+        )
+        result = asyncio.run(supervised.train(config, service))
+    print(f"held-out accuracy {result.metrics['test/accuracy']:.0%}; checkpoint: {result.checkpoint.sampler_path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,60 @@
+"""Anthropic's Messages API, at Tinker's prefix for it: messages, counting their tokens, models."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lorimer.server.anthropic import messages
+from lorimer.server.anthropic.schemas import CountRequest, MessagesRequest
+from lorimer.server.context import context_of
+from lorimer.server.foreign_errors import anthropic_error
+from lorimer.server.openai import chat
+from lorimer.server.openai.events import Event, stream
+from lorimer.server.openai.parameters import read_parameters
+from lorimer.server.openai.reader import Reader
+from lorimer.server.routes.replies import reply
+
+PREFIX = "/anthropic/api/v1"
+
+
+async def create_message(request: Request) -> Response:
+    """The next message of a conversation."""
+    body = await read_parameters(request, MessagesRequest)
+    chat_body = messages.chat_request(body)
+    with Reader(request) as reader:
+        job = await reader.wait(chat.prepare(request, chat_body))
+        if body.stream:
+            return await stream(reader, messages.events(request, job), show_error)
+        return reply(await reader.wait(messages.answer(request, job)))
+
+
+async def count_tokens(request: Request) -> Response:
+    """The size of a prompt."""
+    body = await read_parameters(request, CountRequest)
+    with Reader(request) as reader:
+        return reply(await reader.wait(messages.count(request, body)))
+
+
+async def list_models(request: Request) -> Response:
+    """Base models; paths of checkpoints are accepted besides."""
+    names = list(context_of(request).scheduler.models)
+    listing = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return reply({"data": [shown_model(name) for name in names], **listing})
+
+
+def shown_model(name: str) -> dict[str, Any]:
+    return {"type": "model", "id": name, "display_name": name, "created_at": datetime.fromtimestamp(0, UTC).isoformat()}
+
+
+def show_error(status: int, code: str, message: str) -> Event:
+    return "error", {"type": "error", "error": anthropic_error(status, message)}
+
+
+ROUTES = [
+    Route(f"{PREFIX}/messages", create_message, methods=["POST"]),
+    Route(f"{PREFIX}/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route(f"{PREFIX}/models", list_models, methods=["GET"]),
+]

@@ -1,0 +1,104 @@
+"""OpenAI's API for inference, at ``/v1`` and at Tinker's own prefix: models, completions, chat completions.
+
+Both samples that are streamed and those that are not end when their client leaves; none is on record.
+"""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lorimer.errors import NotFound
+from lorimer.server.context import context_of, user_of
+from lorimer.server.foreign_errors import openai_error
+from lorimer.server.openai import chat, completions
+from lorimer.server.openai.events import DONE, Event, stream
+from lorimer.server.openai.parameters import read_parameters
+from lorimer.server.openai.reader import Reader
+from lorimer.server.openai.schemas import ChatRequest, CompletionRequest
+from lorimer.server.routes.ownership import find_checkpoint, quote_id
+from lorimer.server.routes.replies import reply
+from lorimer.store import checkpoints
+from lorimer.types.paths import SCHEME, checkpoint_path
+
+PREFIXES = ("/v1", "/oai/api/v1")
+MOST_LISTED = 100
+"""Checkpoints in the list of models, the newest."""
+
+
+async def list_models(request: Request) -> Response:
+    """Base models, and the caller's newest checkpoints that can be sampled."""
+    context, user = context_of(request), user_of(request)
+    found, _ = await context.store.read(checkpoints.list_for_user, user.user_id, MOST_LISTED, 0)
+    models = [base_model(request, name) for name in context.scheduler.models]
+    for one in found:
+        if one.kind != "external":
+            path = checkpoint_path(one.model_id, one.kind, one.name)
+            models.append(shown_model(path, int(one.created_at.timestamp()), user.user_id))
+    return reply({"object": "list", "data": models})
+
+
+async def get_model(request: Request) -> Response:
+    """One of them."""
+    name = request.path_params["model"]
+    if name.startswith(SCHEME):
+        found = await find_checkpoint(request, name, to_read=True)
+        return reply(shown_model(name, int(found.created_at.timestamp()), found.user_id))
+    if name not in context_of(request).scheduler.models:
+        raise NotFound(f"there is no model {quote_id(name)}")
+    return reply(base_model(request, name))
+
+
+def base_model(request: Request, name: str) -> dict[str, Any]:
+    since_start = time.monotonic() - context_of(request).started_at
+    return shown_model(name, int(time.time() - since_start), "lorimer")
+
+
+def shown_model(name: str, created: int, owner: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": owner}
+
+
+async def create_completion(request: Request) -> Response:
+    """Complete a prompt, or several."""
+    body = await read_parameters(request, CompletionRequest)
+    with Reader(request) as reader:
+        job = await reader.wait(completions.prepare(request, body))
+        if body.stream:
+            return await stream(reader, unnamed(completions.chunks(request, job)), show_error, DONE)
+        return reply(await reader.wait(completions.answer(request, job)))
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """The next message of a conversation."""
+    body = await read_parameters(request, ChatRequest)
+    with Reader(request) as reader:
+        job = await reader.wait(chat.prepare(request, body))
+        if body.stream:
+            return await stream(reader, unnamed(chat.chunks(request, job)), show_error, DONE)
+        return reply(await reader.wait(chat.answer(request, job)))
+
+
+async def unnamed(chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncIterator[Event]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield "", chunk
+
+
+def show_error(status: int, code: str, message: str) -> Event:
+    return "", {"error": openai_error(status, code, message)}
+
+
+ROUTES = [
+    route
+    for prefix in PREFIXES
+    for route in (
+        Route(f"{prefix}/models", list_models, methods=["GET"]),
+        Route(f"{prefix}/models/{{model:path}}", get_model, methods=["GET"]),
+        Route(f"{prefix}/completions", create_completion, methods=["POST"]),
+        Route(f"{prefix}/chat/completions", create_chat_completion, methods=["POST"]),
+    )
+]

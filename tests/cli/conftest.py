@@ -1,0 +1,86 @@
+"""One server with two users for the tests of the commands, and a run with a checkpoint of each kind."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+import lorimer
+from lorimer import types
+from lorimer.server.control import CreateKey, ask_server
+from tests.cli.commands import CommandLine
+from tests.conformance.servers import RunningServer, running_server
+
+MODEL = "lorimer/debug"
+RANK = 4
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither credentials nor data of whoever runs the tests are used, and what a command sets is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HF_TOKEN"):
+            patch.delenv(name, raising=False)
+        for prefix in ("LORIMER", "TINKER"):
+            for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "DATA", "START_ENGINES", "CONFIG"):
+                patch.delenv(f"{prefix}_{name}", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """It asks for keys as soon as there is one."""
+    with running_server(tmp_path_factory.mktemp("cli") / "data", [MODEL]) as running:
+        yield running
+
+
+def command_line(server: RunningServer, user: str) -> CommandLine:
+    """The commands of a new user."""
+    reply = ask_server(server.data, CreateKey(user, user))
+    assert reply is not None and reply.keys[0].secret
+    return CommandLine(server.url, reply.keys[0].secret)
+
+
+@pytest.fixture(scope="session")
+def alice(server: RunningServer) -> CommandLine:
+    return command_line(server, "alice")
+
+
+@pytest.fixture(scope="session")
+def bob(server: RunningServer) -> CommandLine:
+    return command_line(server, "bob")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    session_id: str
+    trainer: lorimer.TrainingClient
+    training: str
+    sampler: str
+    external: str
+
+    @property
+    def run_id(self) -> str:
+        return self.trainer.model_id
+
+
+@pytest.fixture(scope="session")
+def trained(alice: CommandLine) -> Iterator[TrainedRun]:
+    """A run that was trained, sampled and saved in every way."""
+    metadata = {"purpose": "cli [bold]\x1b[31m"}
+    with lorimer.ServiceClient(metadata, base_url=alice.url, api_key=alice.key, display_name="Command line") as service:
+        trainer = service.create_lora_training_client(MODEL, rank=RANK, seed=0, user_metadata=metadata)
+        tokens = list(range(10, 30))
+        datum = types.Datum(
+            types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [1.0] * 19}
+        )
+        trainer.forward_backward([datum], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        saved = [trainer.save_state("first"), trainer.save_weights_for_sampler("final")]
+        external = trainer.save_weights_external("export").result().path
+        paths = [future.result().path for future in saved]
+        sampler = service.create_sampling_client(model_path=paths[1])
+        sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=3)).result()
+        service.create_lora_training_client(MODEL, rank=1)
+        yield TrainedRun(service.holder.session_id, trainer, paths[0], paths[1], external)

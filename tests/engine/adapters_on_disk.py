@@ -1,0 +1,48 @@
+"""A base model and a trained adapter, as directories."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lorimer.engine import checkpoints
+from lorimer.engine.adapters import create_adapter
+from lorimer.engine.debug import make_debug_model
+from lorimer.engine.lora import find_targets
+from lorimer.engine.merging import empty_model
+from lorimer.engine.messages import LoraConfig, OptimizerConfig
+
+TOKENS = [torch.arange(length) * 13 % 250 for length in (21, 8)]
+
+
+def make_base(directory: Path, architecture: str, **overrides: Any) -> Path:
+    make_debug_model(directory, architecture=architecture, **overrides)
+    return directory
+
+
+def make_adapter(base: Path, directory: Path, rank: int = 4, std: float = 0.05, **flags: bool) -> Path:
+    """A saved adapter whose every factor is alive."""
+    targets = find_targets(empty_model(base))
+    adapter = create_adapter(targets, LoraConfig(rank=rank, seed=3, **flags), OptimizerConfig())
+    generator = torch.Generator().manual_seed(4)
+    for _, b in adapter.weights.values():
+        b.normal_(0, std, generator=generator)
+    checkpoints.save(adapter, targets, str(directory), base_model=str(base), weights_only=False)
+    return directory
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Of plain transformers, one sequence at a time."""
+    return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in TOKENS]).float()
+
+
+def plain_model(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    """Of PEFT, which knows nothing of the engine."""
+    return logits(PeftModel.from_pretrained(plain_model(base), adapter).eval())

@@ -1,0 +1,67 @@
+"""One server of the bundled model and the debug model for all recipes."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import lorimer
+from tests.conformance.servers import RunningServer, running_server
+from tests.cookbook.surroundings import clean_surroundings
+
+MODELS = ["lorimer/tiny", "lorimer/debug"]
+
+Run = Callable[..., str]
+
+
+def recipe_command(recipe: str, /, **options: object) -> list[str]:
+    flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    return [sys.executable, "-W", "error", "-m", f"lorimer.recipes.{recipe}", *flags]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server") / "data", MODELS) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def base_url(server: RunningServer) -> str:
+    return server.url
+
+
+@pytest.fixture(scope="session")
+def service(base_url: str) -> Iterator[lorimer.ServiceClient]:
+    with lorimer.ServiceClient({"suite": "recipes"}, base_url=base_url) as client:
+        yield client
+
+
+@pytest.fixture
+def run_recipe(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a recipe with the options of its command line against the shared server; what it printed.
+
+    It runs in this process, where what it imports is loaded once for all; some tests start one in a process of its own.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(recipe: str, /, **options: object) -> str:
+        app = typer.Typer()
+        app.command()(importlib.import_module(f"lorimer.recipes.{recipe}").main)
+        command = recipe_command(recipe, **({"base_url": base_url, "log_dir": tmp_path / "log"} | options))
+        ended = CliRunner().invoke(
+            app, command[command.index(f"lorimer.recipes.{recipe}") + 1 :], catch_exceptions=False
+        )
+        assert ended.exit_code == 0, ended.output[-4000:]
+        return ended.stdout
+
+    return run

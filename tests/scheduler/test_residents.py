@@ -1,0 +1,126 @@
+"""Which runs an engine holds when there are more than it has room for."""
+
+import pytest
+
+from lorimer.engine import messages
+from lorimer.scheduler.lanes import Lane
+from lorimer.scheduler.operation import Operation
+from lorimer.scheduler.residents import leaving_runs
+from lorimer.scheduler.runs import RunState
+from lorimer.store.runs import NO_SNAPSHOT, Run
+from lorimer.store.values import utc_now
+from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
+from tests.scheduler.service import service
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NOW = 1000.0
+ROW = {
+    "session_id": "s",
+    "user_id": "u",
+    "project_id": None,
+    "model_seq_id": 0,
+    "base_model": "debug",
+    "rank": 4,
+    "seed": 0,
+    **dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True),
+    "optimizer_type": "adamw",
+    "user_metadata": {},
+    **dict.fromkeys(("created_at", "last_request_at"), utc_now()),
+    "snapshot_seq": NO_SNAPSHOT,
+    **dict.fromkeys(("snapshot_name", "newest_seq", "newest_name", "corrupted")),
+    "is_unloaded": False,
+}
+
+
+def held(name, *, loaded=0.0, used=NOW, busy=True, **values):
+    """A run in the engine since ``loaded``, whose client was last heard of when it was ``used``."""
+    values = {"phase": "loaded", "has_had_turn": True, "lane": Lane()} | values
+    state = RunState(Run(model_id=name, **ROW), loaded_at=loaded, last_used=used, **values)
+    if busy:
+        state.operations[1] = Operation("r", "u", "s", "debug", name, 1, "forward_backward")
+        state.lane.add(state.operations[1])
+    return state
+
+
+def leaving(*states, wanted=1, most=30.0):
+    return [state.model_id for state in leaving_runs(states, wanted, NOW, most)]
+
+
+async def test_those_whose_clients_are_away_leave_first_the_longest_unused_before_others():
+    away = [held(f"away {used}", used=NOW - used, busy=False) for used in (5, 50, 20)]
+    busy = [held(f"busy {loaded}", loaded=NOW - loaded) for loaded in (40, 90)]
+    assert leaving(*busy, *away, wanted=2) == ["away 50", "away 20"]
+    assert leaving(*busy, *away, wanted=4) == ["away 50", "away 20", "away 5", "busy 90"]
+    assert leaving(*busy, *away, wanted=9) == ["away 50", "away 20", "away 5", "busy 90", "busy 40"]
+
+
+async def test_between_two_steps_a_run_counts_as_busy():
+    between = held("between", loaded=NOW - 20, used=NOW - 0.1, busy=False)
+    assert leaving(between, held("busy", loaded=NOW - 10), wanted=2) == ["between", "busy"]
+    assert leaving(held("between", loaded=NOW - 0.2, used=NOW - 0.1, busy=False)) == []
+
+
+async def test_a_busy_run_stays_as_long_as_moving_it_is_worth():
+    def runs(age, cost):
+        return [held(f"run {n}", loaded=NOW - age, snapshot_cost=cost) for n in range(4)]
+
+    assert leaving(*runs(0.9, 0.0), wanted=4) == []  # a moment in any case
+    assert len(leaving(*runs(1.1, 0.0), wanted=4)) == 4
+    # Four saved and four loaded, half a second each, after no less than three times that.
+    assert leaving(*runs(11.9, 0.5), wanted=4) == []
+    assert len(leaving(*runs(12.1, 0.5), wanted=4)) == 4
+    assert len(leaving(*runs(3.1, 0.5), wanted=1)) == 1
+    assert leaving(*runs(29.0, 60.0), wanted=4) == []
+    assert len(leaving(*runs(31.0, 60.0), wanted=4)) == 4  # nobody waits longer than that
+
+
+async def test_a_run_does_not_leave_before_it_had_a_turn_nor_twice():
+    fresh = held("fresh", loaded=NOW - 50, has_had_turn=False)
+    restoring = held("restoring", loaded=NOW - 50, phase="restoring")
+    assert leaving(fresh, restoring, wanted=2, most=0.0) == []
+    assert leaving(fresh, held("other", loaded=NOW - 1), wanted=2, most=0.0) == ["other"]
+    behind = held("behind a gap", loaded=NOW - 50, has_had_turn=False, lane=Lane(0))
+    assert leaving(behind, wanted=2, most=0.0) == ["behind a gap"]  # which may never close
+
+
+async def test_runs_that_wait_take_turns_with_those_in_memory(crowded, monkeypatch):
+    """Five busy runs and room for two: all come in before one comes back, and all end as if they had been alone."""
+    user, session = await crowded.session("rotating")
+    expected = await undisturbed(crowded, user, session, 0)
+    runs = [await crowded.create(user, session, number) for number in range(1, 6)]
+    for run in runs:
+        await crowded.park(user, run)
+    loads, send = [], crowded.slot.submit
+
+    def recording(command):
+        if isinstance(command, messages.CreateRun):
+            loads.append([run.model_id for run in runs].index(command.model_id))
+        return send(command)
+
+    monkeypatch.setattr(crowded.slot, "submit", recording)
+    last = {}
+    for seq_id in range(1, 3 * STEPS + 1):
+        for run in runs:
+            last[run.model_id] = await submit(crowded, user, run, seq_id)
+    for accepted in last.values():
+        await crowded.done(accepted)
+    assert sorted(loads[:5]) == [0, 1, 2, 3, 4]
+    assert len(loads) > 5, "all were done before anybody had to wait"
+    for run in runs:
+        assert_equal_weights(await crowded.save(user, run, 3 * STEPS + 1, "end"), expected)
+
+
+async def test_a_run_keeps_its_place_between_two_steps_and_leaves_when_its_client_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("lorimer.scheduler.residents._LEAST_SECONDS", 6000.0)
+    async with service(tmp_path / "data", max_loaded_runs=1, residence_seconds=6000.0) as opened:
+        user, session = await opened.session()
+        busy, other = [await opened.create(user, session, number) for number in range(2)]
+        await opened.done(await opened.train(user, busy, 1))
+        waiting = await opened.train(user, other, 1)
+        for seq_id in range(2, 12):
+            await opened.done(await opened.train(user, busy, seq_id))
+            assert (await opened.outcome(waiting, timeout=0)).state == "pending"
+        await opened.done(waiting)
+        phases = {model_id: state.phase for model_id, state in opened.training.runs.items()}
+        assert phases[other.model_id] == "loaded"

@@ -1,0 +1,89 @@
+"""Requests are counted by where they come from; nobody can choose that, and nobody takes the places of others."""
+
+import httpx2
+import pytest
+
+from lorimer.server.callers import Callers, home_of
+from lorimer.server.settings import Settings
+
+HEALTH = "/api/v1/healthz"
+
+
+def address(client: str, *forwarded: str, proxies: tuple[str, ...] = ()) -> str:
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    scope = {"type": "http", "client": (client, 1234) if client else None, "headers": headers}
+    return Callers(Settings(trusted_proxies=proxies)).address_of(scope)
+
+
+def test_a_header_that_anybody_can_send_is_not_believed():
+    assert address("10.0.0.5") == "10.0.0.5"
+    assert address("10.0.0.5", "1.2.3.4") == "10.0.0.5"
+    assert address("10.0.0.5", "1.2.3.4", proxies=("10.0.0.6",)) == "10.0.0.5"
+    assert address("") == ""
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "found"),
+    [
+        (("1.2.3.4",), "1.2.3.4"),
+        (("6.6.6.6, 1.2.3.4",), "1.2.3.4"),
+        (("6.6.6.6", "1.2.3.4, 10.0.0.7"), "1.2.3.4"),
+        (("10.0.0.8, 10.0.0.7",), "10.0.0.5"),
+        ((" , ",), "10.0.0.5"),
+        ((), "10.0.0.5"),
+        (("2001:db8:1:2:3:4:5:6",), "2001:db8:1:2::/64"),
+        (("made up",), "made up"),
+    ],
+    ids=["one", "first is made up", "two proxies", "only proxies", "nothing", "absent", "IPv6", "text"],
+)
+def test_a_proxy_names_the_last_that_is_no_proxy(forwarded, found):
+    assert address("10.0.0.5", *forwarded, proxies=("10.0.0.0/24", "::1")) == found
+
+
+def test_a_machine_with_many_addresses_is_one():
+    assert home_of("2001:db8::1") == home_of("2001:db8::ffff:1") != home_of("2001:db8:0:1::1")
+    assert home_of("::ffff:10.1.2.3") == home_of("10.1.2.3") == "10.1.2.3"
+    assert home_of("fe80::1%eth0").startswith("fe80::")
+
+
+def test_wrong_proxies_are_named():
+    with pytest.raises(ValueError, match=r"trusted_proxies has 'proxy\.lab'; an address or a network"):
+        Settings(trusted_proxies=("10.0.0.1", "proxy.lab"))
+
+
+async def test_one_address_does_not_take_the_places_of_others(start):
+    async with start(max_requests_per_address=2) as running:
+        clients = {
+            name: httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(app=running.app, client=(name, 1)), base_url="http://127.0.0.1:8000"
+            )
+            for name in ("192.0.2.1", "192.0.2.2")
+        }
+        greedy, other = clients.values()
+        inner = []
+
+        async def second():
+            inner.append(await greedy.get(HEALTH))
+            inner.append(await other.get(HEALTH))
+            yield b"abc"
+
+        async def first():
+            await greedy.post("/size", content=second())
+            yield b"abc"
+
+        assert (await greedy.post("/size", content=first())).json() == 3
+        assert [answer.status_code for answer in inner] == [429, 200]
+        assert inner[0].json()["code"] == "too_many_requests"
+        assert "2 requests from your address" in inner[0].json()["detail"]
+        assert inner[0].headers["retry-after"]
+        assert (await greedy.get(HEALTH)).status_code == 200
+        for client in clients.values():
+            await client.aclose()
+
+
+def test_counts_are_forgotten_with_their_requests():
+    callers = Callers(Settings(max_requests_per_address=1))
+    for number in range(1000):
+        with callers.held(f"10.0.0.{number}") as has_room:
+            assert has_room
+    assert not callers._held
