@@ -7,7 +7,6 @@ import logging
 import pytest
 import tinker
 from tinker import types
-from tinker.lib.session_futures_poller import SessionFuturesPoller
 
 from tests.conformance.coverage import covers
 from tests.conformance.samples import MODEL, RANK, batch, eventually, fetch, flat_logprobs, prompt_of, tokens_of
@@ -46,15 +45,24 @@ def test_waiting_too_briefly_loses_nothing(service):
     assert len(future.result().sequences) == 8
 
 
+def waiting_for_a_sample():
+    """With what the SDK waits for a sample whose name it has heard from the server."""
+    if tinker.__name__ == "lorimer":
+        return tinker.SamplingClient, "_result"
+    
+    return SessionFuturesPoller, "wait_for"
+
+
 async def test_abandoned_sample_is_cancelled_on_the_server(alice, rest, monkeypatch):
     """It is given up once the SDK waits for it by name: before that the SDK has nothing to cancel."""
-    waited_for, wait_for = [], SessionFuturesPoller.wait_for
+    waited_for, (owner, name) = [], waiting_for_a_sample()
+    wait_for = getattr(owner, name)
 
-    async def noting(poller, request_id):
+    async def noting(waiting, request_id, *others):
         waited_for.append(request_id)
-        return await wait_for(poller, request_id)
+        return await wait_for(waiting, request_id, *others)
 
-    monkeypatch.setattr(SessionFuturesPoller, "wait_for", noting)
+    monkeypatch.setattr(owner, name, noting)
     with alice.service() as service:
         client = service.create_sampling_client(base_model=MODEL)
         client.sample(prompt_of([5, 6]), 1, types.SamplingParams(max_tokens=1)).result()

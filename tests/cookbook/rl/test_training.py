@@ -222,8 +222,9 @@ async def test_group_that_comes_too_late_is_counted_and_not_learned_from(service
     )
     await asyncio.wait_for(training.train(config, service), 60)
     lines = read_metrics(log_dir)
-    assert sum(line[f"async/stale_{stale}"] for line in lines) == 1
-    assert len(tries) == (4 if stale == "requeue" else 2), "a requeued group is sampled again"
+    # On a busy machine another group may come too late as well, and the requeued one once more.
+    assert sum(line[f"async/stale_{stale}"] for line in lines) >= 1
+    assert len(tries) == 2 if stale == "drop" else len(tries) >= 4, "a requeued group is sampled again"
     assert all(line["async/staleness_max"] <= 1 for line in lines)
     assert [line["env/all/total_episodes"] for line in lines] == [4] * 6
 
