@@ -4,14 +4,15 @@ and which tests stay together when several workers run them."""
 import os
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SHARING = tuple(
-    f"tests/{folder}/" for folder in ("conformance", "faults", "client", "recipes", "cookbook", "cli", "server/openai")
+    f"tests/{folder}/"
+    for folder in ("conformance", "faults", "client", "recipes", "cookbook", "cli", "console", "server/openai")
 )
 """Folders whose tests share servers: each runs as a whole on one worker. They take longest, so they begin first."""
 

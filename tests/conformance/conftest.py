@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.conformance.samples import MODEL, RANK, TWIN
+from tests.conformance.samples import MODEL, RANK, SEEING, TWIN
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.conformance.users import User
 
@@ -72,6 +72,17 @@ def server(data_directory: Path, keys: dict[str, str]) -> RunningServer:
 def open_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     """A server without keys, as one starts it at home."""
     return SERVERS.enter_context(running_server(tmp_path_factory.mktemp("open") / "data", ["lorimer/debug"]))
+
+
+@pytest.fixture(scope="session")
+def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
+    """A server, without keys, of a model that reads images."""
+    from lorimer.engine.debug_vision import make_debug_vision_model  # loads torch
+
+    place = tmp_path_factory.mktemp("seeing")
+    make_debug_vision_model(place / "model", architecture="qwen3_vl")
+    model = f"{SEEING}={place / 'model'}"
+    return SERVERS.enter_context(running_server(place / "data", [model], max_image_bytes=100_000))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""Small things that many tests need: datums, sums over results, downloads, and waiting for what comes soon."""
+"""Small things that many tests need: datums, new names, sums over results, downloads, waiting for what comes soon."""
 
+import secrets
 import time
 import urllib.request
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from tinker import types
 
 MODEL = "conformance/debug"
 TWIN = "conformance/twin"
+SEEING = "conformance/seeing"
+"""Reads images."""
 VOCAB_SIZE = 272
 RANK = 4
 WAIT_SECONDS = 20.0
@@ -20,6 +23,11 @@ WAIT_SECONDS = 20.0
 def tokens_of(length: int, seed: int) -> list[int]:
     """Plain tokens: none of them special."""
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist()
+
+
+def new_name(what: str) -> str:
+    """A name that nothing else on the server has: other tests, and this one with another SDK, share its users."""
+    return f"{what}-{secrets.token_hex(4)}"
 
 
 def prompt_of(tokens: list[int]) -> types.ModelInput:

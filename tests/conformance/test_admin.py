@@ -7,7 +7,7 @@ import tinker
 from tinker import types
 
 from tests.conformance.coverage import covers
-from tests.conformance.samples import MODEL, RANK, batch, eventually, prompt_of, step
+from tests.conformance.samples import MODEL, RANK, batch, eventually, new_name, prompt_of, step
 
 DATA = batch()
 
@@ -68,13 +68,17 @@ def test_usage_of_half_hours_is_refused(admin):
 
 @covers("AdminClient.get_current_checkpoint_storage_usage", "AdminClient.get_current_checkpoint_storage_usage_async")
 async def test_storage_is_the_sum_of_the_checkpoints(admin, rest, alice):
-    with alice.service(project_id="stored") as service:
-        trainer = service.create_lora_training_client(MODEL, rank=RANK)
-        for name in ("one", "two"):
-            trainer.save_state(name).result()
-    sizes = [one.size_bytes for one in rest.list_checkpoints(trainer.model_id).result().checkpoints]
-    (item,) = admin.get_current_checkpoint_storage_usage(project_id="stored").result().data
-    assert (item.checkpoint_count, item.size_bytes, item.project_id) == (2, sum(sizes), "stored")
-    assert item.size_gigabytes == pytest.approx(sum(sizes) / 1e9)
+    saved = {new_name("stored"): 2, new_name("stored"): 1}
+    items = []
+    for project, count in saved.items():
+        with alice.service(project_id=project) as service:
+            trainer = service.create_lora_training_client(MODEL, rank=RANK)
+            for number in range(count):
+                trainer.save_state(f"number-{number}").result()
+        size = sum(one.size_bytes for one in rest.list_checkpoints(trainer.model_id).result().checkpoints)
+        (item,) = admin.get_current_checkpoint_storage_usage(project_id=project).result().data
+        assert (item.checkpoint_count, item.size_bytes, item.project_id) == (count, size, project)
+        assert item.size_gigabytes == pytest.approx(size / 1e9)
+        items.append(item)
     everything = (await admin.get_current_checkpoint_storage_usage_async()).data
-    assert sum(one.checkpoint_count for one in everything) > 2
+    assert [item for item in everything if item.project_id in saved] in (items, items[::-1])

@@ -49,7 +49,8 @@ def waiting_for_a_sample():
     """With what the SDK waits for a sample whose name it has heard from the server."""
     if tinker.__name__ == "lorimer":
         return tinker.SamplingClient, "_result"
-    
+    from tinker.lib.session_futures_poller import SessionFuturesPoller
+
     return SessionFuturesPoller, "wait_for"
 
 

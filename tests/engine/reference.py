@@ -146,6 +146,10 @@ class MergedReference:
         }
 
     def logits(self, tokens):
+        return functional_call(self.model, self.merged(), (tokens[None],), tie_weights=False).logits[0]
+
+    def merged(self):
+        """The weights that the adapter changes, by name."""
         weights = {}
         for target in self._targets:
             name = _weight_name(target)
@@ -158,7 +162,7 @@ class MergedReference:
             else:
                 update = _placed(weights[name], target, delta)
             weights[name] = weights[name] + update
-        return functional_call(self.model, weights, (tokens[None],), tie_weights=False).logits[0]
+        return weights
 
     def gradients(self):
         return {name: tuple(f.grad for f in pair) for name, pair in self._leaves.items()}

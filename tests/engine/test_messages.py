@@ -65,6 +65,7 @@ def make(kind, rng):
         int: lambda: INTEGERS[rng.integers(len(INTEGERS))],
         float: lambda: FLOATS[rng.integers(len(FLOATS))],
         bool: lambda: bool(rng.integers(2)),
+        bytes: lambda: rng.bytes(rng.integers(0, 6)),
         type(None): lambda: None,
         np.ndarray: lambda: make_array(rng, rng.choice(DTYPES), SHAPES[rng.integers(len(SHAPES))]),
         typing.Any: lambda: make(list[dict[str, int | str | None]], rng),

@@ -2,10 +2,9 @@
 
 import pytest
 
-from lorimer.engine import messages
 from lorimer.scheduler.lanes import Lane
 from lorimer.scheduler.operation import Operation
-from lorimer.scheduler.residents import leaving_runs
+from lorimer.scheduler.residents import Exchange, leaving_runs
 from lorimer.scheduler.runs import RunState
 from lorimer.store.runs import NO_SNAPSHOT, Run
 from lorimer.store.values import utc_now
@@ -15,6 +14,7 @@ from tests.scheduler.service import service
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NOW = 1000.0
+NEVER = Exchange()
 ROW = {
     "session_id": "s",
     "user_id": "u",
@@ -43,8 +43,8 @@ def held(name, *, loaded=0.0, used=NOW, busy=True, **values):
     return state
 
 
-def leaving(*states, wanted=1, most=30.0):
-    return [state.model_id for state in leaving_runs(states, wanted, NOW, most)]
+def leaving(*states, wanted=1, most=30.0, last=NEVER):
+    return [state.model_id for state in leaving_runs(states, wanted, NOW, most, last)]
 
 
 async def test_those_whose_clients_are_away_leave_first_the_longest_unused_before_others():
@@ -61,18 +61,22 @@ async def test_between_two_steps_a_run_counts_as_busy():
     assert leaving(held("between", loaded=NOW - 0.2, used=NOW - 0.1, busy=False)) == []
 
 
-async def test_a_busy_run_stays_as_long_as_moving_it_is_worth():
-    def runs(age, cost):
-        return [held(f"run {n}", loaded=NOW - age, snapshot_cost=cost) for n in range(4)]
+async def test_busy_runs_stay_as_long_as_moving_them_was_worth():
+    def num_leaving(seconds, cost, num_moved=4, wanted=4):
+        """How many leave so long after others had to."""
+        runs = [held(f"run {n}", loaded=NOW - 90, snapshot_cost=cost) for n in range(6)]
+        return len(leaving(*runs, wanted=wanted, last=Exchange(NOW - seconds, num_moved)))
 
-    assert leaving(*runs(0.9, 0.0), wanted=4) == []  # a moment in any case
-    assert len(leaving(*runs(1.1, 0.0), wanted=4)) == 4
+    assert num_leaving(0.9, 0.0) == 0  # a moment in any case
+    assert num_leaving(1.1, 0.0) == 4
     # Four saved and four loaded, half a second each, after no less than three times that.
-    assert leaving(*runs(11.9, 0.5), wanted=4) == []
-    assert len(leaving(*runs(12.1, 0.5), wanted=4)) == 4
-    assert len(leaving(*runs(3.1, 0.5), wanted=1)) == 1
-    assert leaving(*runs(29.0, 60.0), wanted=4) == []
-    assert len(leaving(*runs(31.0, 60.0), wanted=4)) == 4  # nobody waits longer than that
+    assert num_leaving(11.9, 0.5) == 0
+    assert num_leaving(12.1, 0.5) == 4
+    assert num_leaving(3.1, 0.5, num_moved=1) == 4
+    assert num_leaving(11.9, 0.5, wanted=1) == 0  # those who come one by one do not drive others out one by one
+    assert num_leaving(29.0, 60.0) == 0
+    assert num_leaving(31.0, 60.0) == 4  # nobody waits longer than that
+    assert leaving(held("just loaded", loaded=NOW - 0.9)) == []
 
 
 async def test_a_run_does_not_leave_before_it_had_a_turn_nor_twice():
@@ -84,29 +88,56 @@ async def test_a_run_does_not_leave_before_it_had_a_turn_nor_twice():
     assert leaving(behind, wanted=2, most=0.0) == ["behind a gap"]  # which may never close
 
 
+async def test_a_run_that_had_to_leave_waits_behind_those_that_wait_already():
+    """Whose operations are older does not count: a client that has submitted much would keep all others out."""
+    first, second = held("first"), held("second", phase="absent")
+    assert first.waiting_since < second.waiting_since
+    first.forget_engine()
+    assert second.waiting_since < first.waiting_since
+    on_its_way = held("on its way", phase="restoring")
+    received = on_its_way.waiting_since
+    on_its_way.forget_engine()  # as when the engine ends: it had no turn yet
+    assert on_its_way.waiting_since == received
+
+
+def passed_over(loads):
+    """Loads of a run that had been loaded before, and the runs that waited all the time between the two."""
+    found = []
+    for later, (run, waiting) in enumerate(loads):
+        before = [number for number in range(later) if loads[number][0] == run]
+        if before:
+            between = {other for other, _ in loads[before[-1] : later]}
+            found += [(before[-1], later, run, other) for other in loads[before[-1]][1] & waiting - between]
+    return found
+
+
 async def test_runs_that_wait_take_turns_with_those_in_memory(crowded, monkeypatch):
-    """Five busy runs and room for two: all come in before one comes back, and all end as if they had been alone."""
+    """Five busy runs and room for two: none comes in twice while another waits, and all end as if they were alone."""
     user, session = await crowded.session("rotating")
     expected = await undisturbed(crowded, user, session, 0)
     runs = [await crowded.create(user, session, number) for number in range(1, 6)]
     for run in runs:
         await crowded.park(user, run)
-    loads, send = [], crowded.slot.submit
+    training = crowded.training
+    loads, restore = [], training._restorer.restore
 
-    def recording(command):
-        if isinstance(command, messages.CreateRun):
-            loads.append([run.model_id for run in runs].index(command.model_id))
-        return send(command)
+    def recording(state):
+        waiting = {other.model_id for other in training.runs.values() if other.phase == "absent" and other.has_work}
+        loads.append((state.model_id, waiting))
+        return restore(state)
 
-    monkeypatch.setattr(crowded.slot, "submit", recording)
-    last = {}
-    for seq_id in range(1, 3 * STEPS + 1):
-        for run in runs:
-            last[run.model_id] = await submit(crowded, user, run, seq_id)
-    for accepted in last.values():
+    monkeypatch.setattr(training._restorer, "restore", recording)
+    last = []
+    with monkeypatch.context() as nothing_is_sent:
+        nothing_is_sent.setattr(type(crowded.slot), "is_ready", property(lambda slot: False))
+        for run in runs:  # the first has all its operations in the queue before the second has any
+            last.append([await submit(crowded, user, run, seq_id) for seq_id in range(1, 3 * STEPS + 1)][-1])
+    training.pump()
+    for accepted in last:
         await crowded.done(accepted)
-    assert sorted(loads[:5]) == [0, 1, 2, 3, 4]
-    assert len(loads) > 5, "all were done before anybody had to wait"
+    assert [run for run, _ in loads[:5]] == [run.model_id for run in runs]
+    assert passed_over(loads) == []
+    assert len(loads) >= 4 * len(runs), "they did not take turns"
     for run in runs:
         assert_equal_weights(await crowded.save(user, run, 3 * STEPS + 1, "end"), expected)
 

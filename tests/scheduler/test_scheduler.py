@@ -266,7 +266,7 @@ async def test_what_there_is_to_do_can_be_asked(service):
     assert stats.operations_by_run[run.model_id] == 1
     assert stats.requests_by_kind["forward_backward"] >= 1
     assert [entry for entry in stats.queued if entry.user_id == user.user_id] == [
-        QueuedRequests(user.user_id, "forward_backward", num_requests=1, num_tokens=20)
+        QueuedRequests(user.user_id, "forward_backward", num_requests=1, num_tokens=20, run_id=run.model_id)
     ]
     pending = await service.outcome(behind, 0.05)
     assert pending.reason == "waiting for operation 1 of this run, which has not arrived"

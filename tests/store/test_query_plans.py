@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import event
 
-from lorimer.store import Store, checkpoints, futures, runs, samplers, sessions, usage, users
+from lorimer.store import Store, checkpoints, futures, metrics, runs, samplers, sessions, usage, users
 from lorimer.store.tables import metadata
 from lorimer.store.values import utc_now
 from lorimer.types.sessions import SessionSearchRequest
@@ -19,6 +19,10 @@ QUESTIONS = {
     "drop_payloads": lambda c: futures.drop_payloads(c, "lane", 3),
     "release": lambda c: futures.release(c, ["a", "b"]),
     "expire": lambda c: futures.expire(c, **PERIODS),
+    "operations of a run": lambda c: futures.newest_of_lane(c, "lane", 9, 10),
+    "errors": lambda c: futures.newest_errors(c, "u", 20),
+    "metrics": lambda c: metrics.read(c, "r", metrics.Cursor(3)),
+    "runs by model": lambda c: runs.count_by_model(c, "u"),
     "sessions": lambda c: sessions.list_sessions(c, "u", 20, 0),
     "search": lambda c: sessions.search_sessions(c, user_ids=["u"], request=SessionSearchRequest()),
     "members": lambda c: sessions.session_members(c, "s"),
@@ -69,7 +73,7 @@ def test_no_table_is_read_from_end_to_end(sqlite_store, question):
         assert scans == [], plan
 
 
-@pytest.mark.parametrize("question", ["sessions", "runs", "checkpoints of a user", "journal", "history"])
+@pytest.mark.parametrize("question", ["sessions", "runs", "checkpoints of a user", "journal", "history", "errors"])
 def test_lists_are_read_in_order(sqlite_store, question):
     for plan in sqlite_store.write_now(explain, QUESTIONS[question]):
         assert not [step for step in plan if "TEMP B-TREE" in step], plan

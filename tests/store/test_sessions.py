@@ -179,4 +179,4 @@ def test_a_search_counts_checkpoints(store, session, run):
             weights_id=saved.weights_id,
         )
     [row] = store.read_now(sessions.search_sessions, user_ids=None, request=SessionSearchRequest())
-    assert (row.checkpoints_count, row.checkpoint_storage_bytes) == (2, 2000)
+    assert (row.checkpoints_count, row.checkpoint_storage_bytes, row.training_runs_count) == (2, 2000, 1)

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from tinker.types.dmel_chunk import DmelChunk as OfficialDmelChunk
 
-from lorimer.errors import InvalidInput
+from lorimer.errors import InvalidInput, Unsupported
 from lorimer.types import (
     DmelChunk,
     EncodedTextChunk,
@@ -22,6 +22,7 @@ from lorimer.types import (
     Tokens,
     validate,
 )
+from lorimer.types.model_input import embedded_image
 
 CHUNKS = {
     "text": ({"tokens": [1, 2]}, EncodedTextChunk(tokens=[1, 2])),
@@ -184,3 +185,29 @@ def test_bytes_survive_json():
     chunk = ImageChunk(data=bytes(range(256)), format="jpeg")
     assert base64.b64decode(chunk.model_dump()["data"]) == chunk.data
     assert ImageChunk.model_validate_json(chunk.model_dump_json()) == chunk
+
+
+def test_a_pointer_may_hold_its_image():
+    location = "data:image/jpeg;base64," + base64.b64encode(bytes(range(9))).decode()
+    pointer = ImageAssetPointerChunk(location=location, format="jpeg", expected_tokens=3)
+    assert embedded_image(pointer, "prompt") == ImageChunk(data=bytes(range(9)), format="jpeg", expected_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("location", "error", "message"),
+    [
+        ("https://example.org/a.png", Unsupported, "'https://example.org/a.png', which is not opened"),
+        ("file:///a.png", Unsupported, "'file:///a.png', which is not opened"),
+        ("/a.png", Unsupported, "accepted are images sent as bytes"),
+        ("x" * 500, Unsupported, "'x{80}\\.\\.\\.'"),
+        (" data:image/png;base64,AAAA", Unsupported, "not opened"),
+        ("data:image/png;base64,A", InvalidInput, "not base64"),
+        ("data:image/png;base64,\u00e9", InvalidInput, "not base64"),
+        ("data:image/jpeg;base64,AAAA", InvalidInput, "format 'png' and a location of 'jpeg'"),
+    ],
+    ids=["https", "file", "path", "long", "space", "length", "letter", "format"],
+)
+def test_no_other_location_is_opened(location, error, message):
+    with pytest.raises(error, match=message) as refused:
+        embedded_image(ImageAssetPointerChunk(location=location, format="png"), "prompt.chunks[0]")
+    assert str(refused.value).startswith("prompt.chunks[0] ")

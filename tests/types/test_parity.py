@@ -15,6 +15,11 @@ NAMES = sorted(name for name in vars(official) if name[0].isupper())
 
 OUR_FIELDS = {
     "ModelData": {"model_id", "lora_rank"},  # the documentation shows them
+    "SessionSummary": {"tags", "training_runs_count", "last_seen_at"},  # the console shows them
+    "TrainingRun": {
+        *("created_at", "project_id", "seed", "optimizer_type"),
+        *("train_attn", "train_mlp", "train_unembed"),
+    },  # the console shows how a run was made
     "TryAgainResponse": {"queue_state_reason"},  # the official client reads it from the raw body
 }
 NOT_OUR_FIELDS = {

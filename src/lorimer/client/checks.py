@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lorimer.client.errors import RefusedData
 from lorimer.types import Datum, ModelInput, SamplingParams, TensorData
 
 PER_TOKEN = ("weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
@@ -11,7 +12,7 @@ def check_data(data: Sequence[Datum]) -> None:
     if isinstance(data, Datum):
         raise TypeError("data is one Datum; a list of them is accepted: [datum]")
     if not data:
-        raise ValueError("data is empty; at least one Datum is accepted")
+        raise RefusedData("data is empty; at least one Datum is accepted")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             kind = f"{type(datum).__module__}.{type(datum).__qualname__}"
@@ -24,18 +25,18 @@ def _check_datum(datum: Datum, where: str) -> None:
     if targets is None:
         return
     if targets.dtype != "int64":
-        raise ValueError(f"{where}: target_tokens are {targets.dtype}; token ids are integers")
+        raise RefusedData(f"{where}: target_tokens are {targets.dtype}; token ids are integers")
     length = _length(datum.model_input)
     found = _rows(targets)
     if length is not None and found != length:
-        raise ValueError(
+        raise RefusedData(
             f"{where} has {found} target_tokens for {length} input tokens; each input token takes the token that "
             "follows it as its target: model_input is tokens[:-1] and target_tokens is tokens[1:]"
         )
     for name in PER_TOKEN:
         tensor = datum.loss_fn_inputs.get(name)
         if tensor is not None and _rows(tensor) != found:
-            raise ValueError(f"{where} has {_rows(tensor)} {name} for {found} target_tokens; one for each is accepted")
+            raise RefusedData(f"{where} has {_rows(tensor)} {name} for {found} target_tokens; one for each is accepted")
 
 
 def _rows(tensor: TensorData) -> int:

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from lorimer.types import (
     Datum,
     DmelChunk,
@@ -14,6 +12,7 @@ from lorimer.types import (
     ModelInputChunk,
     TensorData,
 )
+from lorimer.types.metrics import reduce_metric
 
 TOKEN_BYTES = 4
 
@@ -76,16 +75,8 @@ def merge_metrics(results: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
             continue
         values = [result.metrics[key] for result in results]
         match key.partition(":")[2]:
-            case "sum":
-                merged[key] = np.sum(values).item()
-            case "min":
-                merged[key] = np.min(values).item()
-            case "max":
-                merged[key] = np.max(values).item()
-            case "mean":
-                merged[key] = np.average(values, weights=weights).item()
-            case "slack":
-                merged[key] = (np.max(values) - np.average(values, weights=weights)).item()
+            case "sum" | "min" | "max" | "mean" | "slack":
+                merged[key] = reduce_metric(key, values, weights)
             case "hash2":
                 merged[key] = sum(int(value) for value in values) % 2**64
             case "unique":

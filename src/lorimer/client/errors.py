@@ -10,6 +10,7 @@
     │   │   └── APITimeoutError            no answer in time
     │   └── APIResponseValidationError     an answer that cannot be read
     ├── RequestFailedError                 the work was accepted and failed; ``category`` says whose fault it was
+    │   └── RefusedData                    it would fail, which was seen before it was sent; a ``ValueError`` too
     └── ResultLost                         the server no longer knows the work
 
 All are ``lorimer.errors.LorimerError`` too, and can be pickled.
@@ -119,6 +120,15 @@ class RequestFailedError(TinkerError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.request_id, self.category)
+
+
+class RefusedData(RequestFailedError, ValueError):
+    """Data of which it can be seen here that the server would refuse them: whoever expects that catches this."""
+
+    def __init__(
+        self, message: str, request_id: str = "", category: RequestErrorCategory = RequestErrorCategory.User
+    ) -> None:
+        super().__init__(message, request_id, category)
 
 
 class ResultLost(TinkerError):

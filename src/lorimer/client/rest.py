@@ -6,6 +6,7 @@ Most methods give a future of ``concurrent.futures``; the twins ending in ``_asy
 import asyncio
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -13,7 +14,9 @@ from lorimer import types
 from lorimer.client.admin import AdminClient
 from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
+from lorimer.client.metrics import read_metrics
 from lorimer.client.tokens import claims_of
+from lorimer.types.metrics import RunMetricsResponse
 
 AccessScope = Literal["owned", "accessible"]
 
@@ -68,6 +71,20 @@ class RestClient(AdminClient):
         project_id: str | None = None,
     ) -> types.TrainingRunsResponse:
         return await self._wait(self.list_training_runs(limit, offset, access_scope, project_id))
+
+    def get_metrics(
+        self, training_run_id: types.ModelID, names: Sequence[str] | None = None, *, after: str | None = None
+    ) -> "Future[RunMetricsResponse]":
+        """Every point of a run's metrics, or of those called ``names``; ours alone.
+
+        With the ``cursor`` of an earlier answer as ``after``, only what is new or was written again since.
+        """
+        return self._connection.loop.run(read_metrics(self._connection, training_run_id, names, after))
+
+    async def get_metrics_async(
+        self, training_run_id: types.ModelID, names: Sequence[str] | None = None, *, after: str | None = None
+    ) -> RunMetricsResponse:
+        return await self._wait(self.get_metrics(training_run_id, names, after=after))
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 

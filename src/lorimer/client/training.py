@@ -6,7 +6,7 @@ Every call is numbered before it returns, so that program order is the order of 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from pydantic import BaseModel
 
@@ -14,6 +14,7 @@ from lorimer import types
 from lorimer.client import chunking, custom_loss, tokenizers
 from lorimer.client.checks import check_data
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if_in_loop
+from lorimer.client.metrics import Reports, metric_point
 from lorimer.client.operations import Operations, Submission, json_submission
 from lorimer.client.polling import json_result, protobuf_result
 from lorimer.client.retries import RetryConfig
@@ -21,6 +22,7 @@ from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
 from lorimer.types.compatibility import PROTOBUF
 from lorimer.types.encoding import decode_forward_backward_output, encode_training_request
+from lorimer.types.metrics import ReportMetricsResponse
 
 if TYPE_CHECKING:
     from lorimer.client.tracing import LossHandle
@@ -45,6 +47,7 @@ class TrainingClient:
         self.model_id = model_id
         self._connection = holder.connection
         self._operations = Operations(holder.connection, f"training of {model_id}")
+        self.reports = Reports(holder.connection, model_id)
 
     def forward(
         self, data: list[types.Datum], loss_fn: types.LossFnType, loss_fn_config: LossConfig | None = None
@@ -308,6 +311,20 @@ class TrainingClient:
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
+
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
+
+    def log_metrics(self, metrics: Mapping[str, SupportsFloat], step: int) -> APIFuture[ReportMetricsResponse]:
+        """Have the server keep what was measured in a step, beside what its engine measures; ours alone.
+
+        ``RestClient.get_metrics`` and the console show it. A step that is reported again gets the later values.
+        """
+        return self.reports.send([metric_point(metrics, step)])
+
+    async def log_metrics_async(
+        self, metrics: Mapping[str, SupportsFloat], step: int
+    ) -> APIFuture[ReportMetricsResponse]:
+        return self.log_metrics(metrics, step)
 
     # ── about the run ─────────────────────────────────────────────────────────────────────────────────
 

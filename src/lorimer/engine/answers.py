@@ -34,7 +34,12 @@ def result(request: "Request") -> SampleResult:
         for sequence in request.sequences
     ]
     scores = {} if request.scores is None else request.scores.result()
-    return SampleResult(sequences=sequences, prompt_cache_hit_tokens=request.num_cached, **scores)
+    return SampleResult(
+        sequences=sequences,
+        prompt_cache_hit_tokens=request.num_cached,
+        prompt_tokens=len(request.message.prompt),
+        **scores,
+    )
 
 
 def _topk(best: list[tuple[np.ndarray, np.ndarray]]) -> TopkLogprobs | None:

@@ -24,6 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most tokens of one packed training pass; 0 finds it from memory."""
     max_sampling_rows: int = 256
     """Most sequences decoded in one step."""
+    max_image_pixels: int = 2**24
+    """Most pixels of an image; a larger one is refused before it is decoded."""
     cache_directory: str = ""
     """Where converted and downloaded models are kept; empty takes the user's cache directory."""
     seed: int | None = None
@@ -36,7 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, kind in (("device", Device), ("dtype", Dtype)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; {', '.join(get_args(kind))} are accepted")
-        if self.max_sampling_rows < 1:
-            raise ValueError(f"max_sampling_rows is {self.max_sampling_rows!r}; at least 1 is accepted")
+        for name in ("max_sampling_rows", "max_image_pixels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; at least 1 is accepted")
         if not self.model:
             raise ValueError("model is empty; name a directory, a .gguf file, an alias or a hub id")

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -47,6 +47,7 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+"""What every tiny language model has."""
 
 _ALTERNATING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -98,7 +99,7 @@ def tiny_config(architecture: str, **overrides: Any) -> PreTrainedConfig:
     """The two-layer configuration of one of `ARCHITECTURES`; `overrides` are fields of its configuration class."""
     if architecture not in _PARTICULAR:
         raise InvalidInput(f"no tiny configuration for architecture {architecture!r}; there is one for {ARCHITECTURES}")
-    return AutoConfig.for_model(architecture, **(_SHARED | _PARTICULAR[architecture] | overrides))
+    return AutoConfig.for_model(architecture, **(SHARED | _PARTICULAR[architecture] | overrides))
 
 
 def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -110,6 +111,11 @@ def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrai
         torch.manual_seed(seed)
         config = tiny_config(architecture, **overrides)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return randomize(model, seed)
+
+
+def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model itself, every parameter drawn anew, ready to be used."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -131,7 +137,7 @@ def make_debug_model(directory: Path, *, architecture: str = "qwen3", seed: int 
         raise InvalidInput(f"vocab_size {model.config.vocab_size!r} is below the tokenizer's {VOCAB_SIZE}")
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    _byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL_TOKENS[2],
@@ -143,7 +149,7 @@ def make_debug_model(directory: Path, *, architecture: str = "qwen3", seed: int 
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _byte_level_tokenizer() -> Tokenizer:
+def byte_level_tokenizer() -> Tokenizer:
     # Sorted, because the alphabet comes in a different order in every process.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merged = [merge.replace(" ", "") for merge in _MERGES]

@@ -6,6 +6,7 @@ it says or raises and leaves everything as it was.
 
 import random
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from lorimer.engine.sampling import Sampler
 from lorimer.engine.sources import resolve
 from lorimer.engine.training import Trainer, Work
 from lorimer.engine.validation import check_operation, check_sample
+from lorimer.engine.vision import ReadImage, SequenceImages
 from lorimer.errors import InvalidInput, NotFound
 
 Progress = Callable[[str, float | None], None]
@@ -58,7 +60,7 @@ class Engine:
         device = open_device(config)
         report(f"loading {source.name}", None)
         used_before = used_bytes(device.torch)
-        self.model = load_model(source.directory, device, source.name)
+        self.model = load_model(source.directory, device, source.name, config.max_image_pixels)
         if config.max_context > self.model.max_context:
             raise InvalidInput(f"max_context {config.max_context} is more than the model's {self.model.max_context}")
         self.model.max_context = config.max_context or self.model.max_context
@@ -93,6 +95,7 @@ class Engine:
             token_budget=self.trainer.token_budget,
             eos_token_ids=self._eos,
             target_modules=sorted({t.name.rpartition(".")[2] for t in model.targets}),
+            no_images=model.no_images,
         )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -117,19 +120,36 @@ class Engine:
         batch: list[tuple[int, Work]] = []
         for i, operation in enumerate(operations):
             try:
+                whole, images = self._read_images(operation)
                 checked = check_operation(
-                    operation,
+                    whole,
                     vocab_size=self.model.vocab_size,
                     max_context=self.model.max_context,
                     custom_losses=self.trainer.custom_losses,
                 )
-                batch.append((i, Work(checked, self._run(operation.model_id))))
+                batch.append((i, Work(checked, self._run(operation.model_id), images)))
             except Exception as error:
                 outcomes[i] = error
         results = self.trainer.run([work for _, work in batch], between_passes) if batch else []
         for (i, _), result in zip(batch, results, strict=True):
             outcomes[i] = result
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _read_images(self, operation: ForwardBackward) -> tuple[ForwardBackward, list[SequenceImages | None]]:
+        """The operation with the placeholders of its images among its tokens, and the images of each datum."""
+        if not any(datum.images for datum in operation.data):
+            return operation, []
+        known: dict[bytes, ReadImage] = {}
+        data, images = [], []
+        for index, datum in enumerate(operation.data):
+            found = None
+            if datum.images:
+                where = f"data[{index}].model_input"
+                found = self.model.vision.read(datum.tokens, datum.images, where, self.model.max_context, known)
+                datum = msgspec.structs.replace(datum, tokens=found.tokens, images=[])
+            data.append(datum)
+            images.append(found)
+        return msgspec.structs.replace(operation, data=data), images
 
     def optim_step(self, command: OptimStep) -> StepResult:
         return StepResult(metrics=optim.apply(self._run(command.model_id), command.params))
@@ -139,7 +159,7 @@ class Engine:
         return StateResult()
 
     def save_state(self, command: SaveState) -> StateResult:
-        run = self._run(command.model_id)
+        run, start = self._run(command.model_id), time.perf_counter()
         size = checkpoints.save(
             run,
             self.model.targets,
@@ -147,7 +167,7 @@ class Engine:
             base_model=self.model.name,
             weights_only=command.weights_only,
         )
-        return StateResult(size_bytes=size, step=run.step)
+        return StateResult(size_bytes=size, step=run.step, seconds=time.perf_counter() - start)
 
     def load_state(self, command: LoadState) -> StateResult:
         run = self._run(command.model_id)
@@ -195,13 +215,17 @@ class Engine:
 
     def add_sample(self, request: SampleRequest) -> None:
         """Take a request; ``sampler.step`` will answer it."""
+        images = None
+        if request.images:
+            images = self.model.vision.read(request.prompt, request.images, "prompt", self.model.max_context, {})
+            request = msgspec.structs.replace(request, prompt=images.tokens, images=[])
         check_sample(request, vocab_size=self.model.vocab_size, max_context=self.model.max_context)
         if request.sampler_id is None:
-            self.sampler.add(request, None)
+            self.sampler.add(request, None, images)
         else:
             # The sampler keeps computed prompts by this id, so it must stand for one set of weights for ever.
             number, adapter = self._find_sampler(request.sampler_id)
-            self.sampler.add(msgspec.structs.replace(request, sampler_id=f"{number}"), adapter)
+            self.sampler.add(msgspec.structs.replace(request, sampler_id=f"{number}"), adapter, images)
 
     def _find_sampler(self, sampler_id: str) -> tuple[int, FrozenAdapter]:
         if sampler_id not in self._samplers:

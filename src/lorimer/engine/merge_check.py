@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lorimer.engine.attention import group_sequences
 from lorimer.engine.batch import AdapterSlice, Pass
@@ -20,6 +20,7 @@ from lorimer.engine.device import Device, free_bytes
 from lorimer.engine.head import Head
 from lorimer.engine.merging import LoadedAdapter
 from lorimer.engine.model import load_model
+from lorimer.engine.vision import model_class
 from lorimer.errors import CheckpointError, InvalidInput
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
@@ -132,7 +133,8 @@ def _sum_in_memory(adapter: LoadedAdapter, base: Path, dtype: torch.dtype) -> An
 
 def open_model(directory: Path, dtype: torch.dtype) -> Any:
     """The model in a directory by plain transformers; refused if weights are missing."""
-    opened: Any = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    opened: Any = model_class(config, str(directory)).from_pretrained(
         directory,
         dtype=dtype,
         local_files_only=True,

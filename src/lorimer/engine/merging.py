@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 from lorimer.engine.adapters import Pairs
 from lorimer.engine.checkpoints import load_weights, read_config
 from lorimer.engine.lora import ALPHA, LoraTarget, find_targets, is_trained
+from lorimer.engine.vision import model_class
 from lorimer.errors import CheckpointError, ModelRefused
 
 Progress = Callable[[str, float | None], None]
@@ -116,10 +117,9 @@ def empty_model(directory: Path) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except ValueError as error:
         raise ModelRefused(f"{str(directory)!r} has no architecture that transformers knows: {error}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelRefused(f"{str(directory)!r} is a {config.model_type!r} model; a causal language model is needed")
+    opens = model_class(config, str(directory))
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = opens.from_config(config)
     return model
 
 

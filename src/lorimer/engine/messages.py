@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+ImageFormat = Literal["png", "jpeg"]
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
     """Base of everything that crosses the border; unknown fields are refused."""
@@ -44,13 +46,29 @@ class CsrArray(Message):
     shape: tuple[int, int]
 
 
+class ImageInput(Message):
+    """An image in its file format, which stands before token ``offset`` of the text it came with."""
+
+    data: bytes
+    format: ImageFormat
+    offset: int
+    chunk: int
+    """Its place among the chunks of the input, for errors."""
+    expected_tokens: int | None = None
+    """How many tokens the caller counts it as; another number is an error."""
+
+
 class Datum(Message):
-    """One training example. Position i of ``tokens`` predicts ``target_tokens[i]``."""
+    """One training example. Position i of ``tokens`` predicts ``target_tokens[i]``.
+
+    The loss inputs count the tokens of the ``images`` too, which ``tokens`` does not hold.
+    """
 
     tokens: np.ndarray
     loss_fn_inputs: dict[str, np.ndarray]
     sparse_inputs: dict[str, CsrArray] = {}
     """Those of the loss inputs that came in sparse form; a name stands in one of the two."""
+    images: list[ImageInput] = []
 
 
 class SamplingParams(Message):
@@ -160,6 +178,8 @@ class DropSampler(Message):
 class SampleRequest(Message):
     request_id: str
     prompt: np.ndarray
+    images: list[ImageInput] = []
+    """Beside ``prompt``, which holds the text; all that is said of positions counts their tokens too."""
     sampler_id: str | None = None
     """``None`` samples the base model."""
     num_samples: int = 1
@@ -210,6 +230,8 @@ class ModelInfo(Message):
     """Most tokens of one packed training pass."""
     eos_token_ids: list[int]
     target_modules: list[str]
+    no_images: str = ""
+    """Why the model reads no images; empty if it does."""
 
 
 class Ready(Message):
@@ -235,10 +257,11 @@ class StepResult(Message):
 
 
 class StateResult(Message):
-    """Answers save, load, create and drop; sizes are of what was written."""
+    """Answers save, load, create and drop; sizes are of what was written, seconds what saving it took."""
 
     size_bytes: int = 0
     step: int = 0
+    seconds: float = 0.0
 
 
 class TopkLogprobs(Message):
@@ -264,6 +287,8 @@ class SampleResult(Message):
     prompt_alt_tokens: TopkLogprobs | None = None
     """``(len(prompt) - 1, k)`` draws and their logprobs."""
     prompt_cache_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    """Length of the prompt, those of its images included."""
 
 
 class SampleProgress(Message):

@@ -7,7 +7,7 @@ reason. Losses, sampling and the choice of batches are left to others.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -30,7 +30,8 @@ from lorimer.engine.lora import LoraTarget, find_targets
 from lorimer.engine.mlp import replace_gated_mlps
 from lorimer.engine.norms import replace_norms
 from lorimer.engine.stepping import LayerStep
-from lorimer.errors import ModelRefused
+from lorimer.engine.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
+from lorimer.errors import InvalidInput, ModelRefused
 
 IMPLEMENTATION = "lorimer"
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -63,8 +64,17 @@ class LogitMap:
 class BaseModel:
     """The shared base; adapters come with each pass."""
 
-    def __init__(self, model: PreTrainedModel, device: Device, name: str = "", directory: str = "") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: Device,
+        name: str = "",
+        directory: str = "",
+        vision: Vision | str = TEXT_ONLY,
+    ) -> None:
+        """``vision`` reads images, or is the reason why nothing does."""
         self.name, self.directory, self.device = name, directory, device
+        self._vision = vision
         self.config = model.config.get_text_config()
         self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
@@ -77,10 +87,13 @@ class BaseModel:
         probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
         with torch.no_grad():
             reference = _reference_logits(model, probe, device.torch)
+            seen = None if isinstance(vision, str) else vision.probe()
             self._inject(model)
             self.logit_map = LogitMap()
             try:
                 self._check(probe, reference)
+                if seen is not None:
+                    self._check_images(*seen)
             except (AttributeError, RuntimeError, TypeError) as error:
                 # Models that compute their attention themselves stumble over the mask they are not given.
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
@@ -94,6 +107,8 @@ class BaseModel:
         by_module: dict[str, list[LoraTarget]] = {}
         for target in self.targets[:-1]:
             by_module.setdefault(target.module, []).append(target)
+        # Of a model that reads images, what lies beside the language model stays as it is.
+        part = model if isinstance(self._vision, str) else model.get_decoder()
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and module is not head and name in by_module:
                 parent, _, leaf = name.rpartition(".")
@@ -107,25 +122,50 @@ class BaseModel:
                 module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
             # Attention and experts functions get their module; this is how they find the pass.
             module.lorimer_slot = self.slot
-        join_siblings(model, packed_rows)
-        _number_attention_layers(model)
-        replace_norms(model)
-        replace_gated_mlps(model, self.slot)
+        join_siblings(part, packed_rows)
+        _number_attention_layers(part)
+        replace_norms(part)
+        replace_gated_mlps(part, self.slot)
         self.steps = []
         for layer in _decoder_layers(model):
             step = LayerStep(layer, _checkpointable(layer.forward, self.slot), self.slot)
             layer.forward = step
             self.steps.append(step)
-        _use_implementation(model, IMPLEMENTATION)
+        if part is not model:
+            _use_implementation(model, "sdpa")  # a tower's eager attention takes the square of its patches
+        _use_implementation(part, IMPLEMENTATION)
         self.decoder = model.get_decoder()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, current: Pass) -> Tensor:
-        """Final hidden states ``(T, H)``, ready for the head."""
+    @property
+    def position_bytes(self) -> int:
+        """Keys and values of one position in all layers."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return int(2 * config.num_hidden_layers * num_kv * head_dim * self.device.dtype.itemsize)
+
+    @property
+    def no_images(self) -> str:
+        """Why the model reads no images; empty if it does."""
+        return self._vision if isinstance(self._vision, str) else ""
+
+    @property
+    def vision(self) -> Vision:
+        if isinstance(self._vision, str):
+            raise InvalidInput(f"{self.name!r} reads no images: {self._vision}")
+        return self._vision
+
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, current: Pass, placements: Sequence[Placement] = ()
+    ) -> Tensor:
+        """Final hidden states ``(T, H)``, ready for the head; positions are counted within each sequence."""
+        if placements:
+            inputs = self.vision.overlay(tokens_T, positions_T, placements)
+        else:
+            inputs = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
         self.slot.current = current
         try:
-            output = self.decoder(
-                input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
-            )
+            output = self.decoder(**inputs, use_cache=False)
         finally:
             self.slot.current = Pass([])
         return output.last_hidden_state[0]
@@ -149,6 +189,20 @@ class BaseModel:
                 f"{self.architecture} cannot be packed: sequences computed together differ from each computed"
                 f" alone by {difference:.3g} in log probability. It uses something besides causal attention over"
                 " positions (a recurrent state, a mask or an attention function of its own)."
+            )
+
+    def _check_images(self, images: SequenceImages, reference: Tensor) -> None:
+        """Compare a sequence with an image with what the model's own forward made of it."""
+        tokens = torch.from_numpy(images.tokens).to(self.device.torch)
+        groups = group_sequences([len(tokens)], [0])
+        positions = torch.arange(len(tokens), device=tokens.device)
+        hidden = self.hidden(tokens, positions, Pass([], groups=groups), [Placement(images, 0, 0, len(tokens))])
+        logits = self.logit_map.apply_(self.head.multiply(hidden).float())
+        difference = (logits.log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        if not difference <= _TOLERANCE[self.device.dtype]:
+            raise ModelRefused(
+                f"{self.architecture} cannot be served: a sequence with an image differs from the model's own forward"
+                f" by {difference:.3g} in log probability"
             )
 
     def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
@@ -184,17 +238,16 @@ def register_implementations() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
 
 
-def load_model(directory: Path, device: Device, name: str) -> BaseModel:
+def load_model(directory: Path, device: Device, name: str, max_image_pixels: int = 2**24) -> BaseModel:
     """Open a Hugging Face directory; nothing is fetched and no code in it is run."""
     register_implementations()
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelRefused(f"{name!r} is a {config.model_type!r} model; a causal language model is needed")
-    model = AutoModelForCausalLM.from_pretrained(
+    model = model_class(config, name).from_pretrained(
         directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
     )
-    return BaseModel(model, device, name, str(directory))
+    vision = open_vision(model, directory, device, max_image_pixels)
+    return BaseModel(model, device, name, str(directory), vision)
 
 
 def load_tokenizer(directory: Path | str) -> Any:
@@ -220,7 +273,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Packed attention knows the sequences; transformers need not build a mask."""
 
 
-def _use_implementation(model: PreTrainedModel, name: str) -> None:
+def _use_implementation(model: nn.Module, name: str) -> None:
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         config._attn_implementation_internal = name
@@ -268,7 +321,7 @@ def refuse_unpackable(config: Any) -> None:
         )
 
 
-def _number_attention_layers(model: PreTrainedModel) -> None:
+def _number_attention_layers(model: nn.Module) -> None:
     """Give every attention module its place in the key/value cache."""
     number = 0
     for module in model.modules():

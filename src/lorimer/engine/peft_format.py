@@ -130,6 +130,8 @@ def _fuse(weight: _Weight, pairs: Mapping[str, tuple[Tensor, Tensor]], rank: int
 def _target_names(weights: list[_Weight], targets: list[LoraTarget], config: LoraConfig) -> tuple[list[str], list[str]]:
     """``target_modules`` and ``target_parameters``: last words of paths, or whole paths where those mean more."""
     untrained = {_last(target.module) for target in targets if not is_trained(target, config)}
+    # Beside a language model stands a vision tower, whose layers end in the same words.
+    is_part = any("language_model" in target.module.split(".") for target in targets)
     has_experts = any(weight.num_experts for weight in weights)
     modules, parameters = set(), set()
     for weight in weights:
@@ -139,7 +141,7 @@ def _target_names(weights: list[_Weight], targets: list[LoraTarget], config: Lor
             # PEFT takes 'gate_proj' and the like of a model with experts to mean the experts.
             parameters.add(f"{weight.path}.weight")
         else:
-            modules.add(weight.path if _last(weight.path) in untrained else _last(weight.path))
+            modules.add(weight.path if is_part or _last(weight.path) in untrained else _last(weight.path))
     return sorted(modules), sorted(parameters)
 
 

@@ -21,8 +21,9 @@ _PADDING = -99999.0
 class PromptScores:
     """What a request wants to know of its prompt, filled piece by piece as the prompt is computed."""
 
-    def __init__(self, message: SampleRequest) -> None:
-        self._message = message
+    def __init__(self, message: SampleRequest, is_image: np.ndarray | None = None) -> None:
+        """``is_image`` marks positions that hold no text, whose own log probabilities mean nothing."""
+        self._message, self._is_image = message, is_image
         length = len(message.prompt)
         self.first_position = 1
         """Positions from here on are scored."""
@@ -38,8 +39,8 @@ class PromptScores:
         self._seed = derive_seed(message.params.seed or 0, 1 << 40)
 
     @classmethod
-    def wanted(cls, message: SampleRequest) -> "PromptScores | None":
-        scores = cls(message)
+    def wanted(cls, message: SampleRequest, is_image: np.ndarray | None = None) -> "PromptScores | None":
+        scores = cls(message, is_image)
         return scores if message.prompt_logprobs or scores._scores_everything else None
 
     @property
@@ -71,6 +72,8 @@ class PromptScores:
         if message.prompt_logprobs:
             own = given(np.asarray(message.prompt)[positions][:, None])[:, 0]
             self._logprobs[positions[reported]] = own[reported]
+            if self._is_image is not None:
+                self._logprobs[self._is_image] = np.nan
         if message.topk_prompt_logprobs:
             ids, values = best(logprobs_NV, message.topk_prompt_logprobs)
             self._top_ids[positions], self._top[positions] = ids.cpu().numpy(), values.cpu().numpy()

@@ -11,6 +11,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
@@ -30,6 +31,7 @@ from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
 from lorimer.engine.model import BaseModel
 from lorimer.engine.prompts import PromptScores
 from lorimer.engine.stops import Stop
+from lorimer.engine.vision import Placement, SequenceImages
 
 PREFILL_TOKENS = 2048
 """Most prompt tokens of one pass."""
@@ -46,6 +48,7 @@ class Request:
     stop: Stop
     max_tokens: int
     scores: PromptScores | None
+    images: SequenceImages | None = None
     sequences: list["Sequence"] = field(default_factory=list)
     num_cached: int = 0
     error: str = ""
@@ -75,8 +78,9 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Of the last token, counted from the start of the prompt."""
-        return len(self.request.message.prompt) + len(self.tokens) - 1
+        """Of the last token, as the model is told it."""
+        images = self.request.images
+        return len(self.request.message.prompt) + len(self.tokens) - 1 + (images.shift if images else 0)
 
     @property
     def rule(self) -> tuple[float, int, float]:
@@ -95,6 +99,15 @@ class Prefill:
     scores: PromptScores | None
     """What to score on the way; not again for a sequence that lost its row."""
 
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """What tells it from other prompts under the same weights."""
+        return self.request.images.keys(self.tokens) if self.request.images else self.tokens
+
+    def is_same(self, other: "Prefill") -> bool:
+        ours, theirs = ((p.request.weights, p.request.message.cache_salt) for p in (self, other))
+        return ours == theirs and np.array_equal(self.keys, other.keys)
+
 
 class Sampler:
     def __init__(
@@ -112,7 +125,7 @@ class Sampler:
         self._most_rows = most_rows
         self._merged = MergedAdapter(model, memory_bytes // 4)
         for_slab = int(0.75 * memory_bytes) - (self._merged.memory_bytes if self._merged.is_possible else 0)
-        self._slab = Slab(max(1, for_slab // _position_bytes(model)))
+        self._slab = Slab(max(1, for_slab // model.position_bytes))
         self._prefixes = PrefixStore(memory_bytes // 4)
         self._prefills: deque[Prefill] = deque()
         self._ready: deque[tuple[Sequence, PromptCache]] = deque()
@@ -136,8 +149,8 @@ class Sampler:
     def is_idle(self) -> bool:
         return not self._requests
 
-    def add(self, message: SampleRequest, adapter: FrozenAdapter | None) -> None:
-        """Take a request that was checked; ``step`` answers it."""
+    def add(self, message: SampleRequest, adapter: FrozenAdapter | None, images: SequenceImages | None = None) -> None:
+        """Take a request that was checked, and the images of its prompt; ``step`` answers it."""
         prompt = np.asarray(message.prompt, np.int64)
         room = self.model.max_context - len(prompt)
         wanted = room if message.params.max_tokens is None else message.params.max_tokens
@@ -146,7 +159,8 @@ class Sampler:
             adapter=adapter,
             stop=Stop(message.params.stop, self._eos, self._tokenizer),
             max_tokens=min(wanted, room),
-            scores=PromptScores.wanted(message),
+            scores=PromptScores.wanted(message, images.is_image if images else None),
+            images=images,
         )
         seed = self._new_seed(64) if message.params.seed is None else message.params.seed
         constraint = self._grammars.compile(message.grammar) if message.grammar else None
@@ -161,12 +175,13 @@ class Sampler:
         self, request: Request, tokens: np.ndarray, sequences: list[Sequence], scores: PromptScores | None
     ) -> None:
         """Compute ``tokens`` for the sequences, with a prefill that waits for the same ones where there is one."""
+        prefill = Prefill(request, tokens, list(sequences), PromptCache(len(tokens)), scores)
         if scores is None:
             for other in self._prefills:
-                if other.scores is None and _is_same_prompt(other, request, tokens):
+                if other.scores is None and other.is_same(prefill):
                     other.sequences.extend(sequences)
                     return
-        self._prefills.append(Prefill(request, tokens, list(sequences), PromptCache(len(tokens)), scores))
+        self._prefills.append(prefill)
 
     def cancel(self, request_id: str) -> bool:
         """Give up a request; false when it is not under way."""
@@ -205,14 +220,19 @@ class Sampler:
         tokens = np.concatenate([p.tokens[part] for (p, _), part in zip(chosen, parts, strict=True)])
         attention = PrefillAttention(spans)
         slices = _slices([(p.request, span.stop - span.start) for (p, _), span in zip(chosen, spans, strict=True)])
-        hidden_TH = self._run(tokens, np.concatenate(parts), Pass(slices, cache=attention))
+        placements = [
+            Placement(p.request.images, span.start, part[0], part[-1] + 1)
+            for (p, _), span, part in zip(chosen, spans, parts, strict=True)
+            if p.request.images is not None
+        ]
+        hidden_TH = self._run(tokens, np.concatenate(parts), Pass(slices, cache=attention), placements)
         attention.finish()
         self.num_prefilled += len(tokens)
         replies: list[Reply] = []
         for (prefill, _), span, part in zip(chosen, spans, parts, strict=True):
             if prefill.scores is not None:
                 x = hidden_TH[span.start : span.stop]
-                prefill.scores.add(x, part, self._head, _whole(prefill.request, len(x)))
+                prefill.scores.add(x, part, self._head, _slices([(prefill.request, len(x))]))
         done = [i for i, (prefill, _) in enumerate(chosen) if prefill.cache.length == len(prefill.tokens)]
         if done:
             last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
@@ -239,7 +259,7 @@ class Sampler:
         most = len(prefill.tokens) - 1
         if prefill.scores is not None:
             most = min(most, prefill.scores.first_position - 1)
-        found = self._prefixes.find(request.message.cache_salt, request.weights, prefill.tokens, most)
+        found = self._prefixes.find(request.message.cache_salt, request.weights, prefill.keys, most)
         if found is not None:
             cache, length = found
             prefill.cache = cache.copy_prefix(length, len(prefill.tokens))
@@ -253,7 +273,7 @@ class Sampler:
         for prefill in prefills:
             self._prefills.remove(prefill)
             request = prefill.request
-            self._prefixes.put(request.message.cache_salt, request.weights, prefill.tokens, prefill.cache)
+            self._prefixes.put(request.message.cache_salt, request.weights, prefill.keys, prefill.cache)
         logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
         waiting = [(i, s) for i, p in enumerate(prefills) for s in p.sequences]
         replies: list[Reply] = []
@@ -310,9 +330,11 @@ class Sampler:
             return slices
         return self._merged.apply(first.weights, first.adapter, slices)
 
-    def _run(self, tokens: np.ndarray, positions: np.ndarray, current: Pass) -> Tensor:
-        device = self.model.device.torch
-        return self.model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), current)
+    def _run(
+        self, tokens: np.ndarray, positions: np.ndarray, current: Pass, placements: list[Placement] | None = None
+    ) -> Tensor:
+        tokens_T, positions_T = (torch.from_numpy(x).to(self.model.device.torch) for x in (tokens, positions))
+        return self.model.hidden(tokens_T, positions_T, current, placements or ())
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
         """Choose a token for each sequence, end those that stop, and answer what is complete."""
@@ -359,26 +381,6 @@ class Sampler:
         for request_id in list(self._requests):
             self.cancel(request_id)
         return replies
-
-
-def _position_bytes(model: BaseModel) -> int:
-    """Keys and values of one position in all layers."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * num_kv * head_dim * model.device.dtype.itemsize)
-
-
-def _is_same_prompt(other: Prefill, request: Request, tokens: np.ndarray) -> bool:
-    return (
-        other.request.weights == request.weights
-        and other.request.message.cache_salt == request.message.cache_salt
-        and np.array_equal(other.tokens, tokens)
-    )
-
-
-def _whole(request: Request, size: int) -> list[AdapterSlice]:
-    return _slices([(request, size)])
 
 
 def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:

@@ -5,7 +5,7 @@ tokens, and scored; gradients are collected aside and handed to the runs only wh
 a failure leaves every run as it was. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -22,6 +22,7 @@ from lorimer.engine.losses import LOSSES, MetricSums, active_positions, evaluate
 from lorimer.engine.messages import TrainResult
 from lorimer.engine.model import BaseModel
 from lorimer.engine.validation import CheckedOperation
+from lorimer.engine.vision import Placement, SequenceImages
 from lorimer.errors import InvalidInput
 
 
@@ -31,6 +32,8 @@ class Work:
 
     operation: CheckedOperation
     adapter: Adapter
+    images: Sequence[SequenceImages | None] = ()
+    """Of each datum; empty where no datum has any."""
 
 
 @dataclass
@@ -57,6 +60,7 @@ class _Sequence:
     targets: Tensor
     inputs: Mapping[str, Tensor]
     is_trained: bool
+    images: SequenceImages | None
 
 
 class _OperationFailed(Exception):
@@ -122,7 +126,8 @@ class Trainer:
             inputs = {name: torch.from_numpy(value).to(device) for name, value in datum.inputs.items()}
             tokens, targets = (torch.from_numpy(value).to(device) for value in (datum.tokens, datum.targets))
             is_trained = not operation.forward_only and self._can_have_gradient(operation, inputs)
-            sequences.append(_Sequence(index, number, tokens, targets, inputs, is_trained))
+            images = work.images[number] if work.images else None
+            sequences.append(_Sequence(index, number, tokens, targets, inputs, is_trained, images))
         return sequences
 
     def _can_have_gradient(self, operation: CheckedOperation, inputs: Mapping[str, Tensor]) -> bool:
@@ -150,8 +155,13 @@ class Trainer:
         )
         tokens = torch.cat([s.tokens for s in sequences])
         positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        placements = [
+            Placement(s.images, start, 0, len(s.tokens))
+            for s, start in zip(sequences, starts, strict=True)
+            if s.images is not None
+        ]
         with torch.set_grad_enabled(is_trained):
-            hidden_TH = self.model.hidden(tokens, positions, current)
+            hidden_TH = self.model.hidden(tokens, positions, current, placements)
         d_hidden_TH = torch.zeros_like(hidden_TH) if is_trained else None
         for block, rows in _blocks(sequences, starts, batch):
             owner = next(s for s in current.slices if s.start <= rows.start < s.stop)

@@ -84,8 +84,8 @@ def check_sample(request: types.SampleRequest) -> None:
     if request.record_stability_info:
         raise Unsupported("record_stability_info is not supported: 'stable_reinforce', which needs it, is not")
     for chunk in request.prompt.chunks:
-        if chunk.type != "encoded_text":
-            raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; this model takes text only")
+        if chunk.type not in ("encoded_text", "image"):
+            raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; accepted are text and images")
 
 
 def with_seed(request: types.SampleRequest) -> types.SampleRequest:

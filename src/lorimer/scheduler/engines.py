@@ -58,9 +58,7 @@ class EngineSlot:
         self._restart: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._num_pending = 0
-        self._last_heard = self._last_answer = 0.0
-        self._seconds_spent = 0.0
-        """On what was answered last: commands are computed one after the other."""
+        self._last_heard = 0.0
         self._pings = itertools.count()
         self._is_pinged = False
 
@@ -144,18 +142,6 @@ class EngineSlot:
         """Send a command now; commands are computed in the order they are sent."""
         return self._expect([self._ready_process().submit(command)])[0]
 
-    async def timed(self, command: Command) -> float:
-        """Have a command done; gives the seconds that the engine spent on it, without its wait behind others."""
-        seconds, answer = 0.0, self.submit(command)
-
-        def note(_: object) -> None:
-            nonlocal seconds
-            seconds = self._seconds_spent  # on this one: it is called right after _hear_answer
-
-        answer.add_done_callback(note)
-        await answer
-        return seconds
-
     def train(self, batch: TrainBatch) -> "list[asyncio.Future[Result]]":
         return self._expect(self._ready_process().train(batch))
 
@@ -169,23 +155,20 @@ class EngineSlot:
         return self._process
 
     def _expect(self, futures: list) -> "list[asyncio.Future[Result]]":  # type: ignore[type-arg]
-        now = time.monotonic()
         if not self._num_pending:
-            self._last_heard = now
+            self._last_heard = time.monotonic()
             self._set_watch(self._stall_seconds / 2)
         self._num_pending += len(futures)
         wrapped = [asyncio.wrap_future(future, loop=self._loop) for future in futures]
         for future in wrapped:
-            future.add_done_callback(partial(self._hear_answer, self._process, now))
+            future.add_done_callback(partial(self._hear_answer, self._process))
         return wrapped
 
-    def _hear_answer(self, process: EngineProcess | None, sent_at: float, future: "asyncio.Future[Result]") -> None:
+    def _hear_answer(self, process: EngineProcess | None, future: "asyncio.Future[Result]") -> None:
         if not future.cancelled():
             future.exception()  # those who asked see it; one that nobody awaits is no news
         if process is self._process:
-            now = time.monotonic()
-            self._seconds_spent = now - max(sent_at, self._last_answer)
-            self._last_heard = self._last_answer = now
+            self._last_heard = time.monotonic()
             self._is_pinged = False
             self._num_pending -= 1
 

@@ -40,6 +40,11 @@ class ServedModel:
     num_running_samples: int
     tokens_trained: int
     tokens_sampled: int
+    training_rate: float
+    """Tokens in a second, over the last minute."""
+    sampling_rate: float
+    pid: int | None
+    """Of the engine's process."""
 
 
 class ModelScheduler:
@@ -153,8 +158,11 @@ class ModelScheduler:
             num_open_operations=self.training.num_open,
             num_waiting_samples=self.sampling.num_waiting,
             num_running_samples=self.sampling.num_running,
-            tokens_trained=self.training.tokens_trained,
-            tokens_sampled=self.sampling.tokens_sampled,
+            tokens_trained=self.training.trained.total,
+            tokens_sampled=self.sampling.sampled.total,
+            training_rate=self.training.trained.per_second,
+            sampling_rate=self.sampling.sampled.per_second,
+            pid=slot.pid,
         )
 
     async def close(self) -> None:

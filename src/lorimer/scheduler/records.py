@@ -4,7 +4,7 @@ All run on the store's writer thread, those that only read on a reader. Those th
 which is that of an earlier end if there was one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from lorimer.scheduler.operation import Operation, Outcome
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral
 from lorimer.scheduler.runs import MISSING, needs_payload
 from lorimer.scheduler.translate import wire_training_output
-from lorimer.store import audit, checkpoints, futures, losses, runs, samplers, sessions, usage, weights
+from lorimer.store import audit, checkpoints, futures, losses, metrics, runs, samplers, sessions, usage, weights
 from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
@@ -150,11 +150,20 @@ def finish_operation(
     """Record what the engine answered to an operation of a run."""
     match results[-1]:
         case messages.TrainResult() as result:
-            used = _used(operation, run.project_id, run.base_model, "training", operation.tokens)
+            # Not the operation's own number, which is an estimate where images came without a count.
+            tokens = sum(len(logprobs) for logprobs in result.logprobs)
+            used = _used(operation, run.project_id, run.base_model, "training", tokens)
             encoded = encode_forward_backward_output(wire_training_output(result))
-            return _finish(c, operation, encoded, "protobuf", [used])
-        case messages.StepResult(metrics=metrics):
-            return _finish(c, operation, msgspec.json.encode({"type": "optim_step", "metrics": metrics}))
+            outcome, is_new = _end(c, operation, encoded, "protobuf", [used])
+            if is_new and operation.kind not in futures.STATELESS_KINDS:
+                _measure(c, operation, result.metrics, num_datums=len(result.logprobs))
+            return outcome
+        case messages.StepResult(metrics=values):
+            encoded = msgspec.json.encode({"type": "optim_step", "metrics": values})
+            outcome, is_new = _end(c, operation, encoded)
+            if is_new:
+                _measure(c, operation, values, is_step=True)
+            return outcome
     known = recorded(c, operation.request_id)
     if known is None or known.state != "pending":
         return known or _gone(operation)
@@ -253,11 +262,28 @@ def _finish(
     used: Sequence[UsageItem] = (),
 ) -> Outcome:
     """End an operation, with what it used; one that has ended already stays as it was."""
+    return _end(c, operation, result, result_format, used)[0]
+
+
+def _end(
+    c: Connection,
+    operation: Operation,
+    result: bytes,
+    result_format: Literal["json", "protobuf"] = "json",
+    used: Sequence[UsageItem] = (),
+) -> tuple[Outcome, bool]:
+    """As `_finish`, with whether this was the end."""
     started_at = datetime.fromtimestamp(operation.started_at, UTC) if operation.started_at else None
     if futures.finish(c, operation.request_id, result=result, result_format=result_format, started_at=started_at):
         usage.record(c, used)
-        return Outcome("done", result=result, result_format=result_format)
-    return recorded(c, operation.request_id) or _gone(operation)
+        return Outcome("done", result=result, result_format=result_format), True
+    return recorded(c, operation.request_id) or _gone(operation), False
+
+
+def _measure(
+    c: Connection, operation: Operation, values: Mapping[str, float], *, num_datums: int = 1, is_step: bool = False
+) -> None:
+    metrics.add_operation(c, operation.lane, operation.seq_id, values, num_datums=num_datums, is_step=is_step)
 
 
 def _gone(operation: Operation) -> Outcome:

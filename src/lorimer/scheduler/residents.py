@@ -1,12 +1,15 @@
 """Which runs the engine holds when there are more than it has room for: those that wait take turns with the others.
 
 Runs whose clients are away leave first. If none are, those that have been in memory longest leave for those that have
-waited longest, no sooner than they had several times as long as moving them all takes the engine.
+waited longest. All who wait at a time come in together, and the next have to wait until the engine has worked several
+times as long as it took to move them.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lorimer.scheduler.background import Background
 from lorimer.scheduler.engines import EngineSlot
@@ -20,7 +23,15 @@ IDLE_SECONDS = 0.5
 """A run whose client has not come back for so long counts as idle: between two steps of a loop it always does."""
 _LEAST_SECONDS = 1.0
 _WORTH = 3.0
-"""A busy run stays so many times as long as the engine needs to save those that leave and to load those that come."""
+"""Busy runs stay so many times as long as the engine needs to save those that leave and to load those that come."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Busy runs that had to leave together."""
+
+    began: float = -math.inf
+    num_runs: int = 0
 
 
 class Residents:
@@ -39,6 +50,7 @@ class Residents:
         self._runs, self._slot, self._limits, self._isolation = runs, slot, limits, isolation
         self._snapshots, self._restorer, self._background = snapshots, restorer, background
         self._on_time = on_time
+        self._last = Exchange()
         self._second_look: asyncio.TimerHandle | None = None
 
     def bring_in(self) -> None:
@@ -65,9 +77,11 @@ class Residents:
         if num_wanted <= 0:
             return
         now = time.monotonic()
-        leaving = leaving_runs(held, num_wanted, now, self._limits.residence_seconds)
+        leaving = leaving_runs(held, num_wanted, now, self._limits.residence_seconds, self._last)
+        if used := [state for state in leaving if not is_away(state, now)]:
+            self._last = Exchange(now, len(used))
         for state in leaving:
-            self._snapshots.park(state, is_forced=not is_away(state, now))
+            self._snapshots.park(state, is_forced=state in used)
         if num_wanted > len(leaving) and self._second_look is None:
             self._second_look = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._look_again)
 
@@ -85,17 +99,29 @@ def is_away(state: RunState, now: float) -> bool:
     return state.is_idle and state.last_used <= now - IDLE_SECONDS
 
 
-def leaving_runs(held: Iterable[RunState], num_wanted: int, now: float, most_seconds: float) -> list[RunState]:
+def leaving_runs(
+    held: Sequence[RunState], num_wanted: int, now: float, most_seconds: float, last: Exchange
+) -> list[RunState]:
     """Up to so many runs that make room now, in the order they do.
 
-    Those whose clients are away, the longest unused first; then any that have had their time, the longest loaded first.
+    Those whose clients are away, the longest unused first; then, some time after the ``last`` that had to leave, those
+    that are used, the longest loaded first.
     """
     staying = [state for state in held if state.phase == "loaded" and state.saving is None]
-    away = sorted((state for state in staying if is_away(state, now)), key=lambda state: state.last_used)
-    served = [state for state in staying if state.has_had_turn or not state.ready]  # so that each stay is of use
-    used = [state for state in served if not is_away(state, now)]
-    used = sorted(used, key=lambda state: state.loaded_at)[: max(0, num_wanted - len(away))]
+    leaving = sorted((state for state in staying if is_away(state, now)), key=lambda state: state.last_used)
+    if now - last.began >= residence(staying, last.num_runs, most_seconds):
+        used = [state for state in staying if not is_away(state, now) and has_been_served(state, now, most_seconds)]
+        leaving += sorted(used, key=lambda state: state.loaded_at)
+    return leaving[:num_wanted]
+
+
+def has_been_served(state: RunState, now: float, most_seconds: float) -> bool:
+    """Whether it may have to leave: each stay is to be of use."""
+    return (state.has_had_turn or not state.ready) and now - state.loaded_at >= min(most_seconds, _LEAST_SECONDS)
+
+
+def residence(staying: Sequence[RunState], num_moved: int, most_seconds: float) -> float:
+    """How long nobody has to leave after so many had to."""
     costs = [state.snapshot_cost for state in staying if state.snapshot_cost]
-    moving = 2 * len(used) * sum(costs) / max(1, len(costs))
-    seconds = min(most_seconds, max(_LEAST_SECONDS, _WORTH * moving))
-    return [*away, *(state for state in used if now - state.loaded_at >= seconds)][:num_wanted]
+    moving = 2 * num_moved * sum(costs) / max(1, len(costs))
+    return min(most_seconds, max(_LEAST_SECONDS, _WORTH * moving))

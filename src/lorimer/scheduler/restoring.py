@@ -125,7 +125,7 @@ class Restorer:
             await created
         if state.creation is not None:
             await self._recorder.finish(state.creation, records.finish_creation, run, made_of)
-            state.creation = None
+            state.creation, state.last_used = None, time.monotonic()  # its client hears of it only now
 
     async def _put_off(self, state: RunState, error: Exception, is_final: bool) -> None:
         """Try again later, or give the run up if that would not help."""

@@ -14,6 +14,7 @@ from lorimer.scheduler.losses import check_loss_id
 from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.operation import Operation
 from lorimer.scheduler.runs import RunState
+from lorimer.scheduler.translate import estimated_tokens
 from lorimer.store.runs import Run
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
@@ -101,7 +102,7 @@ class RunRequests(Intake):
         accepting.check_seq_id(request.seq_id)
         if request.loss_fn == "custom":
             check_loss_id(run.session_id, request.loss_fn_config.get("loss_id"))
-        tokens = sum(datum.model_input.length for datum in request.data)
+        tokens = sum(estimated_tokens(datum.model_input) for datum in request.data)
         payload = encode_training_request(request)
         return await self._submit(user, run, request.seq_id, kind, payload, tokens, request)
 

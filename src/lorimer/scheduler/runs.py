@@ -52,6 +52,8 @@ class RunState:
     """How many times restoring it has failed for no fault of its own."""
     retry_at: float = 0.0
     loaded_at: float = 0.0
+    left_at: float = 0.0
+    """When an engine last let go of it."""
     has_had_turn: bool = False
     """Something was computed for it since it was loaded."""
     work_seconds: float = 0.0
@@ -90,8 +92,9 @@ class RunState:
 
     @property
     def waiting_since(self) -> float:
+        """Since when it waits for a place: one that had to leave waits anew, however old its operations are."""
         first = self.creation or next(iter(self.operations.values()), None)
-        return first.received if first is not None else self.last_used
+        return max(self.left_at, first.received if first is not None else self.last_used)
 
     @property
     def ready(self) -> Sequence[Operation]:
@@ -126,6 +129,8 @@ class RunState:
         if self.restoring is not None:
             self.restoring.cancel()
             self.restoring = None
+        if self.phase == "loaded":
+            self.left_at = time.monotonic()
         if self.phase != "corrupted":
             self.phase = "absent"
         self.lane = None

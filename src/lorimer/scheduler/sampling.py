@@ -21,6 +21,7 @@ from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.isolation import Isolation
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.operation import Operation
+from lorimer.scheduler.rates import TokenRate
 from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.samplers import Held, SamplerPool
 from lorimer.scheduler.shares import Shares
@@ -96,7 +97,7 @@ class SamplingQueue:
     ) -> None:
         self.slot, self.pool = slot, pool
         self.shares = Shares()
-        self.tokens_sampled = 0
+        self.sampled = TokenRate()
         self.listeners: dict[str, Callable[[messages.SampleProgress], None]] = {}
         """Who is told of new tokens as they come, by request."""
         self.on_answer: Callable[[], None] = self.pump
@@ -224,8 +225,9 @@ class SamplingQueue:
     # ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
     async def _record(self, operation: AnySample, result: messages.SampleResult) -> None:
+        operation.tokens = result.prompt_tokens  # of images without a count it was an estimate
         num_sampled = sum(len(sequence.tokens) for sequence in result.sequences)
-        self.tokens_sampled += num_sampled
+        self.sampled.add(num_sampled)
         self.shares.charge(operation.user_id, operation.tokens + num_sampled)
         try:
             response = wire_sample_response(result, operation.request, operation.sequence_ids)

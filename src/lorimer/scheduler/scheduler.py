@@ -27,6 +27,7 @@ from lorimer.scheduler.retention import sweep
 from lorimer.scheduler.run_requests import RunRequests
 from lorimer.scheduler.sampling import SampleOperation, sequence_ids
 from lorimer.scheduler.stats import SchedulerStats, take_stats
+from lorimer.scheduler.translate import estimated_tokens
 from lorimer.store import futures
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -145,7 +146,7 @@ class Scheduler(RunRequests):
             lane=sampler.sampling_session_id,
             seq_id=request.seq_id if request.seq_id is not None else secrets.randbits(62),
             kind="sample",
-            tokens=request.prompt.length,
+            tokens=estimated_tokens(request.prompt),
             payload=payloads.encode_payload(
                 payloads.Sample(request=request.model_dump_json(exclude_none=True).encode())
             ),

@@ -91,11 +91,13 @@ class Snapshots:
         target = self._directory.new_snapshot_directory()
         secured, state.work_seconds = state.work_seconds, 0.0
         try:
-            state.snapshot_cost = await self._slot.timed(snapshot_command(state.run, target))
+            saved = await self._slot.submit(snapshot_command(state.run, target))
         except BaseException:
             state.work_seconds += secured
             await discard(self._directory, target)
             raise
+        assert isinstance(saved, messages.StateResult)
+        state.snapshot_cost = saved.seconds
         await settled(state, seq_id)
         verified = await self.verified(state)
         # From here on the run's row may name it, whatever becomes of the answer; a needless one goes at the next start.

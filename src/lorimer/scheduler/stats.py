@@ -6,23 +6,26 @@ from dataclasses import dataclass
 
 from lorimer.scheduler.models import ModelScheduler, ServedModel
 from lorimer.scheduler.operation import Operation
+from lorimer.scheduler.sampling import SampleOperation
 
 
 @dataclass(frozen=True)
 class QueuedRequests:
-    """Of one user and one kind, what waits or is being computed."""
+    """Of one user, run and kind, what waits or is being computed."""
 
     user_id: str
     kind: str
     num_requests: int
     num_tokens: int
     """Of their data or prompts; steps, saves and loads have none."""
+    run_id: str | None = None
+    """The run they belong to, or whose weights they sample."""
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
     queued: list[QueuedRequests]
-    """By user and kind; no entry without requests."""
+    """By user, kind and run; no entry without requests."""
     operations_by_run: dict[str, int]
     """Unfinished ones, of runs that have any."""
     models: list[ServedModel]
@@ -38,15 +41,23 @@ class SchedulerStats:
 
 def take_stats(unanswered: Iterable[Operation], models: Collection[ModelScheduler]) -> SchedulerStats:
     """``unanswered`` are the requests on record; samples of callers who wait for them are not among those."""
-    requests: Counter[tuple[str, str]] = Counter()
-    tokens: Counter[tuple[str, str]] = Counter()
+    requests: Counter[tuple[str, str, str]] = Counter()
+    tokens: Counter[tuple[str, str, str]] = Counter()
     operations = [operation for operation in unanswered if operation.kind != "sample"]
-    for operation in (*operations, *(sample for model in models for sample in model.sampling.unanswered)):
-        requests[operation.user_id, operation.kind] += 1
-        tokens[operation.user_id, operation.kind] += operation.tokens
     runs = [state for model in models for state in model.training.runs.values()]
+    run_ids = {state.model_id for state in runs}
+    for operation in (*operations, *(sample for model in models for sample in model.sampling.unanswered)):
+        run_id = operation.lane if operation.lane in run_ids else ""
+        if isinstance(operation, SampleOperation):
+            run_id = operation.sampler.model_id or ""
+        key = operation.user_id, operation.kind, run_id
+        requests[key] += 1
+        tokens[key] += operation.tokens
     return SchedulerStats(
-        queued=[QueuedRequests(*key, count, tokens[key]) for key, count in sorted(requests.items())],
+        queued=[
+            QueuedRequests(user_id, kind, count, tokens[user_id, kind, run_id], run_id or None)
+            for (user_id, kind, run_id), count in sorted(requests.items())
+        ],
         operations_by_run={state.model_id: len(state.operations) for state in runs if state.operations},
         models=[model.status() for model in models],
     )

@@ -21,6 +21,7 @@ from lorimer.scheduler.isolation import Isolation
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.losses import LossRegistry
 from lorimer.scheduler.operation import BARRIER_TOKENS, Operation
+from lorimer.scheduler.rates import TokenRate
 from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.residents import Residents
 from lorimer.scheduler.restoring import Restorer
@@ -49,7 +50,7 @@ class TrainingQueue:
         self.runs: dict[str, RunState] = {}
         """Those in the engine, and those with something to do."""
         self.shares = Shares()
-        self.tokens_trained = 0
+        self.trained = TokenRate()
         self.on_answer: Callable[[], None] = self.pump
         self._directory, self._limits, self._recorder = directory, limits, recorder
         self._losses, self._isolation = losses, isolation
@@ -84,7 +85,7 @@ class TrainingQueue:
         """With the engine, in the order they were sent."""
         self._turn_began = 0.0
         self._open_bytes = 0
-        self._is_closing = False
+        self._will_pump = self._is_closing = False
 
     @property
     def num_open(self) -> int:
@@ -160,7 +161,16 @@ class TrainingQueue:
     # ── giving work to the engine ─────────────────────────────────────────────────────────────────────
 
     def pump(self) -> None:
-        """Start what can be started. Called after everything that may have made that possible."""
+        """Start what can be started. Called after everything that may have made that possible.
+
+        Once for all of them that happen together, so that operations put on record together are computed together.
+        """
+        if not self._will_pump:
+            self._will_pump = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        self._will_pump = False
         if self._is_closing:
             return
         self._residents.bring_in()
@@ -270,7 +280,7 @@ class TrainingQueue:
             if not state.replays:
                 state.deaths = 0
             state.work_seconds += seconds * (operation.tokens or BARRIER_TOKENS) / total
-            self.tokens_trained += 0 if operation.is_replay else operation.tokens
+            self.trained.add(0 if operation.is_replay else operation.tokens)
             self._snapshots.consider(state)
 
     async def _fail(self, state: RunState, operation: Operation, error: Exception) -> None:

@@ -10,6 +10,7 @@ from lorimer.errors import InvalidInput, TooLarge, Unsupported
 from lorimer.types.tensors import TensorData
 
 _MOST_TARGETS = 2**24
+_TYPICAL_IMAGE_TOKENS = 256
 
 
 def engine_datum(datum: types.Datum, index: int) -> messages.Datum:
@@ -19,15 +20,40 @@ def engine_datum(datum: types.Datum, index: int) -> messages.Datum:
             dense[name] = tensor.values
         else:
             sparse[name] = _csr(tensor)
-    tokens = engine_tokens(datum.model_input, f"data[{index}].model_input")
-    return messages.Datum(tokens=tokens, loss_fn_inputs=dense, sparse_inputs=sparse)
+    tokens, images = engine_input(datum.model_input, f"data[{index}].model_input")
+    return messages.Datum(tokens=tokens, loss_fn_inputs=dense, sparse_inputs=sparse, images=images)
 
 
-def engine_tokens(model_input: types.ModelInput, field: str) -> np.ndarray:
-    for chunk in model_input.chunks:
-        if chunk.type != "encoded_text":
-            raise Unsupported(f"{field} has a chunk of type {chunk.type!r}; this model takes text only")
-    return model_input.to_array()
+def engine_input(model_input: types.ModelInput, field: str) -> tuple[np.ndarray, list[messages.ImageInput]]:
+    """The tokens of the text, and the images with their places in it."""
+    text: list[types.ModelInputChunk] = []
+    images: list[messages.ImageInput] = []
+    offset = 0
+    for index, chunk in enumerate(model_input.chunks):
+        if isinstance(chunk, types.EncodedTextChunk):
+            text.append(chunk)
+            offset += len(chunk.tokens)
+        elif isinstance(chunk, types.ImageChunk):
+            images.append(
+                messages.ImageInput(
+                    data=chunk.data,
+                    format=chunk.format,
+                    offset=offset,
+                    chunk=index,
+                    expected_tokens=chunk.expected_tokens,
+                )
+            )
+        else:
+            raise Unsupported(f"{field} has a chunk of type {chunk.type!r}; accepted are text and images")
+    return types.ModelInput.model_construct(chunks=text).to_array(), images
+
+
+def estimated_tokens(model_input: types.ModelInput) -> int:
+    """The length of an input before a model has counted its images; exact where they say what they expect."""
+    return sum(
+        _TYPICAL_IMAGE_TOKENS if isinstance(chunk, types.ImageChunk) and chunk.expected_tokens is None else chunk.length
+        for chunk in model_input.chunks
+    )
 
 
 def _csr(tensor: TensorData) -> messages.CsrArray:
@@ -51,11 +77,13 @@ def engine_sample(
     stream: bool = False,
 ) -> messages.SampleRequest:
     params = request.sampling_params
+    prompt, images = engine_input(request.prompt, "prompt")
     stop = list(params.stop) if isinstance(params.stop, list | tuple) else params.stop
     targets = request.target_prompt_logprobs
     return messages.SampleRequest(
         request_id=request_id,
-        prompt=engine_tokens(request.prompt, "prompt"),
+        prompt=prompt,
+        images=images,
         sampler_id=sampler_id,
         num_samples=request.num_samples,
         params=messages.SamplingParams(

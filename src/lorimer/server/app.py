@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 
 from lorimer.errors import InvalidInput, LorimerError, StorageError
 from lorimer.scheduler.scheduler import Scheduler
-from lorimer.server import health
+from lorimer.server import console, health
 from lorimer.server.auth import Authentication
 from lorimer.server.compression import Compression
 from lorimer.server.context import Context
@@ -46,7 +46,7 @@ def create_app(settings: Settings) -> Starlette:
             yield
 
     app = Starlette(
-        routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES],
+        routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES, *console.ROUTES],
         middleware=[
             Middleware(Guard, settings=settings),
             Middleware(Compression, least_bytes=settings.compress_bytes),

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorimer.errors import Unauthorized
+from lorimer.server.console import is_console
 from lorimer.server.context import Context
 from lorimer.server.errors import error_response
 from lorimer.server.settings import Settings
@@ -60,7 +61,7 @@ def is_public(scope: Scope, headers: Headers, settings: Settings) -> bool:
         return False
     if path == METRICS:
         return settings.metrics_access == "open" or (settings.metrics_access == "loopback" and is_local(scope, headers))
-    return path in PUBLIC or path.startswith(DOWNLOADS)
+    return path in PUBLIC or path.startswith(DOWNLOADS) or is_console(path)
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:

@@ -29,6 +29,7 @@ class Banner:
         is_open = context.credentials.is_open
         mode = "open: no key needed, only this machine can connect" if is_open else "with keys"
         self._print(f"[bold]Lorimer {__version__}[/] at [bold]{url}[/] ({mode})")
+        self._print("open that address in a browser for runs, curves and a playground")
         self._print(f"data in {escape(str(context.directory.path))}")
         starting = [model for model in context.scheduler.served_models() if context.settings.starts_eagerly]
         for model in context.scheduler.served_models():

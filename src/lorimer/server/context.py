@@ -57,6 +57,10 @@ class Context:
         self.presence.hear(session.user_id, session.session_id)
         self._heartbeats[session.session_id] = self.now()
 
+    def seen_at(self, session: sessions.Session) -> datetime:
+        """The last sign of life, written or not."""
+        return max(session.last_seen_at, self._heartbeats.get(session.session_id, session.last_seen_at))
+
     def release(self) -> None:
         """End the wait of every held request: its client asks again once the server is back."""
         for waiting in self.held:

@@ -35,8 +35,8 @@ HEADERS = {
 """On every answer, unless the route has set them itself."""
 QUIET = {
     f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
-} | {"/readyz", "/metrics"}
-"""Logged at debug level when nothing is wrong: clients repeat them all the time."""
+} | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics"}
+"""Routes logged at debug level when nothing is wrong: clients repeat them all the time."""
 WHILE_DRAINING = {
     f"/api/v1/{name}"
     for name in ("retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "telemetry")
@@ -122,7 +122,7 @@ class Guard:
     def _report(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "")
         context.metrics.observe(known_method(scope["method"]), route or "unmatched", status, seconds)
-        level = logging.DEBUG if scope["path"] in QUIET and status in (200, 408, CLIENT_GONE) else logging.INFO
+        level = logging.DEBUG if route in QUIET and status in (200, 408, CLIENT_GONE) else logging.INFO
         if not logger.isEnabledFor(level):
             return
         state = scope["state"]

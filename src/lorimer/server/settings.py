@@ -108,11 +108,15 @@ class Settings:
     max_datums_per_operation: Annotated[int, Meaning("Most datums of one forward or forward_backward.", 1)] = 4096
     max_tokens_per_datum: Annotated[int, Meaning("Most tokens of one datum or prompt.", 1)] = 131_072
     max_tokens_per_operation: Annotated[int, Meaning("Most tokens of all datums of one operation.", 1)] = 4_194_304
+    max_images_per_datum: Annotated[int, Meaning("Most images of one datum or prompt.", 0)] = 64
+    max_image_bytes: Annotated[int, Meaning("Most bytes of one image file.", 1)] = 20 * MIB
+    max_image_pixels: Annotated[int, Meaning("Most pixels of one image; a larger one is not decoded.", 1)] = 2**24
     max_samples_per_request: Annotated[int, Meaning("Most sequences of one sample request.", 1)] = 1024
     max_sample_tokens: Annotated[int, Meaning("Most new tokens of one sequence (max_tokens).", 1)] = 131_072
     max_stop_sequences: Annotated[int, Meaning("Most stop sequences of one sample request.", 1)] = 64
     max_stop_chars: Annotated[int, Meaning("Longest stop sequence, in characters or tokens.", 1)] = 1024
     max_custom_loss_bytes: Annotated[int, Meaning("Largest graph of a custom loss, as sent.", KIB)] = MIB
+    max_metric_values_per_request: Annotated[int, Meaning("Most values of one report of a run's metrics.", 1)] = 10_000
     max_telemetry_events: Annotated[int, Meaning("Most telemetry events of one request.", 1)] = 1000
     compress_bytes: Annotated[int, Meaning("Answers of at least this size are compressed for clients that ask.", 1)] = (
         16 * KIB
@@ -123,6 +127,8 @@ class Settings:
         int, Meaning("Most sessions of one user that are unfinished and were heard of in the last ten minutes.", 1)
     ] = 10_000
     max_runs_per_session: Annotated[int, Meaning("Most training runs of one session.", 1)] = LIMITS.max_runs_per_session
+    max_metric_names_per_run: Annotated[int, Meaning("Most metrics that clients report to one run.", 1)] = 1000
+    max_metric_values_per_run: Annotated[int, Meaning("Most values of those, over all steps.", 1)] = 1_000_000
     max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
         LIMITS.max_open_operations
     )
@@ -276,6 +282,7 @@ class Settings:
             max_context=self.max_context,
             token_budget=self.token_budget,
             max_sampling_rows=self.max_sampling_rows,
+            max_image_pixels=self.max_image_pixels,
             cache_directory=self.cache_directory,
         )
 

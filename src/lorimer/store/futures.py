@@ -198,6 +198,20 @@ def history(c: Connection, session_id: str, limit: int) -> list[FutureRow]:
     return [_record(row) for row in c.execute(query.limit(limit))][::-1]
 
 
+def newest_of_lane(c: Connection, lane: str, before: int, limit: int) -> list[FutureRow]:
+    """The operations of a lane below a number, newest first."""
+    wanted = (futures.c.lane == lane) & (futures.c.seq_id < before)
+    query = select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id.desc()).limit(limit)
+    return [_record(row) for row in c.execute(query)]
+
+
+def newest_errors(c: Connection, user_id: str, limit: int) -> list[FutureRow]:
+    """The user's requests that ended with an error, newest first."""
+    ended = (futures.c.user_id == user_id) & futures.c.error.is_not(None)
+    query = select(*_COLUMNS).where(ended).order_by(futures.c.finished_at.desc()).limit(limit)
+    return [_record(row) for row in c.execute(query)]
+
+
 def mark_fetched(c: Connection, fetched: dict[str, datetime]) -> None:
     """Note which results the client has received; collected by the caller and written in bulk."""
     if fetched:

@@ -141,6 +141,12 @@ def list_runs(
     return [record(Run, row) for row in c.execute(page.limit(limit).offset(offset))], total
 
 
+def count_by_model(c: Connection, user_id: str) -> dict[str, int]:
+    """How many runs of each base model the user has."""
+    query = select(runs.c.base_model, func.count()).where(runs.c.user_id == user_id).group_by(runs.c.base_model)
+    return dict(c.execute(query).all())
+
+
 def set_snapshot(c: Connection, model_id: str, seq: int, name: str) -> str | None:
     """Make ``name`` the run's newest snapshot, valid after ``seq``, and return the name that nobody needs any more.
 

@@ -39,6 +39,7 @@ class SessionRow:
     session: Session
     checkpoints_count: int
     checkpoint_storage_bytes: int
+    training_runs_count: int
 
 
 _COLUMNS = [sessions.c[name] for name in Session.__dataclass_fields__]
@@ -141,7 +142,7 @@ def search_sessions(
         if len(page) < request.limit:
             break
         after = (page[-1].created_at, page[-1].session_id)
-    return _with_checkpoints(c, found[: request.limit])
+    return _with_counts(c, found[: request.limit])
 
 
 def _bound(after: tuple[datetime, str]) -> tuple[ColumnElement[Any], ColumnElement[Any]]:
@@ -180,17 +181,25 @@ def _status_filter(query: Any) -> ColumnElement[bool]:
     return matches if reasons is None else and_(matches, sessions.c.finish_reason.in_(reasons))
 
 
-def _with_checkpoints(c: Connection, found: list[Session]) -> list[SessionRow]:
+def _with_counts(c: Connection, found: list[Session]) -> list[SessionRow]:
+    if not found:
+        return []
+    is_found = runs.c.session_id.in_([session.session_id for session in found])
     query = (
         select(runs.c.session_id, func.count(), func.sum(weights.c.size_bytes))
         .join(checkpoints, checkpoints.c.model_id == runs.c.model_id)
         .join(weights, weights.c.weights_id == checkpoints.c.weights_id)
-        .where(runs.c.session_id.in_([session.session_id for session in found]))
+        .where(is_found)
         .where(or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > utc_now()))
         .group_by(runs.c.session_id)
     )
-    totals = {session_id: (count, int(size)) for session_id, count, size in c.execute(query)} if found else {}
-    return [SessionRow(session, *totals.get(session.session_id, (0, 0))) for session in found]
+    totals = {session_id: (count, int(size)) for session_id, count, size in c.execute(query)}
+    members = select(runs.c.session_id, func.count()).where(is_found).group_by(runs.c.session_id)
+    num_runs = {row[0]: int(row[1]) for row in c.execute(members)}
+    return [
+        SessionRow(session, *totals.get(session.session_id, (0, 0)), num_runs.get(session.session_id, 0))
+        for session in found
+    ]
 
 
 def _existing(c: Connection, session_id: str) -> Session:

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -28,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 """The newest revision in `migrations/versions`."""
 
 
@@ -201,6 +202,7 @@ futures = Table(
     _part("ix_futures_lane_holds_bytes", "lane", "seq_id", where="holds_bytes"),
     _part("ix_futures_finished_holds_bytes", "finished_at", where="holds_bytes"),
     _part("ix_futures_fetched_holds_bytes", "fetched_at", where="holds_bytes"),
+    _part("ix_futures_errors", "user_id", "finished_at", where="error IS NOT NULL"),
 )
 
 blobs = Table(
@@ -279,6 +281,29 @@ losses = Table(
     _text("user_id"),
     _text("name"),
     _time("created_at"),
+)
+
+metrics = Table(
+    "metrics",
+    metadata,
+    Column("entry_id", _NUMBER, primary_key=True, autoincrement=True),
+    Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), nullable=False),
+    _text("source"),
+    Column("number", BigInteger, nullable=False),
+    Column("is_step", Boolean, nullable=False),
+    Column("weight", BigInteger, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Index(None, "model_id", "entry_id"),
+    Index("ix_metrics_number", "model_id", "source", "number", "is_step", "weight"),
+    sqlite_autoincrement=True,  # a cursor is the number of an entry, and must not meet another of the same number
+)
+
+metric_names = Table(
+    "metric_names",
+    metadata,
+    Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), primary_key=True),
+    _id("name"),
 )
 
 usage = Table(

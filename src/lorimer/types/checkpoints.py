@@ -169,6 +169,13 @@ class TrainingRun(Response):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    created_at: datetime | None = None
+    project_id: str | None = None
+    seed: int | None = None
+    train_attn: bool | None = None
+    train_mlp: bool | None = None
+    train_unembed: bool | None = None
+    optimizer_type: str | None = None
 
 
 class TrainingRunsResponse(Response):

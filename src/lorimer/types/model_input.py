@@ -1,11 +1,12 @@
 """Model inputs: chunks of tokens, images and audio in one sequence.
 
 The kind of a chunk is read from its keys where ``type`` is missing, as in releases up to 0.16. Images and audio are
-carried as they came: nothing here decodes them, and no location is ever fetched.
+carried as they came: nothing here decodes them, and no location is ever fetched. A pointer may hold its image itself.
 """
 
 import base64
 import binascii
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, overload
 
@@ -23,6 +24,7 @@ from pydantic import (
     field_validator,
 )
 
+from lorimer.errors import InvalidInput, Unsupported
 from lorimer.types.base import Counter, Request
 from lorimer.types.tensors import is_torch_tensor
 
@@ -253,6 +255,32 @@ def _expected_tokens(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
     if chunk.expected_tokens is None:
         raise ValueError(f"the length of a chunk of type {chunk.type!r} is known only if expected_tokens is set")
     return chunk.expected_tokens
+
+
+# ── what a pointer holds ──────────────────────────────────────────────────────────────────────────────
+
+_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
+_SHOWN_CHARS = 80
+
+
+def embedded_image(pointer: ImageAssetPointerChunk, where: str) -> ImageChunk:
+    """The image that a ``data:`` URL holds; any other location, of a host or a disk, is refused unopened."""
+    location = pointer.location
+    header = _DATA_URL.match(location)
+    if header is None:
+        shown = location if len(location) <= _SHOWN_CHARS else location[:_SHOWN_CHARS] + "..."
+        raise Unsupported(
+            f"{where} is of type {pointer.type!r} with location {shown!r}, which is not opened: this server fetches"
+            " nothing from hosts or disks; accepted are images sent as bytes (type 'image') and locations that hold"
+            " the image, 'data:image/png;base64,...' or 'data:image/jpeg;base64,...'"
+        )
+    if header[1] != pointer.format:
+        raise InvalidInput(f"{where} has format {pointer.format!r} and a location of {header[1]!r}; one is accepted")
+    try:
+        data = base64.b64decode(location[header.end() :], validate=True)
+    except ValueError:  # binascii.Error, or a character beyond ASCII
+        raise InvalidInput(f"{where} has a location whose data are not base64") from None
+    return ImageChunk(data=data, format=pointer.format, expected_tokens=pointer.expected_tokens)
 
 
 # ── the container of dmel tensors ─────────────────────────────────────────────────────────────────────

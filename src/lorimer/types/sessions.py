@@ -212,6 +212,10 @@ class SessionSummary(Response):
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
     checkpoint_storage_bytes: int | None = None
+    tags: list[str] | None = None
+    training_runs_count: int | None = None
+    last_seen_at: datetime | None = None
+    """Its last heartbeat."""
 
 
 class SessionSearchResponse(Response):

@@ -13,7 +13,6 @@ DIFFERENCES = {
     "test_two_hundred_samples_at_once_go_through_one_poller": _INTERNALS,
     "test_pickled_clients_get_numbers_of_their_own": _INTERNALS,
     "test_heartbeat_of_a_finished_session_is_gone": _INTERNALS,
-    "test_abandoned_sample_is_cancelled_on_the_server": _INTERNALS,
     "test_telemetry_is_accepted": "our SDK has no telemetry",
     "test_rest_client_of_a_service_client": "create_rest_client is not deprecated in our SDK",
     "test_log_says_why_a_run_waits": "our SDK says it in words of its own; tests/client has them",

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from lorimer.engine.debug import _byte_level_tokenizer
+from lorimer.engine.debug import byte_level_tokenizer
 from lorimer.server.openai.detokenizing import Detokenizer, StopText, TokenBytes
 
-BYTE_LEVEL = _byte_level_tokenizer()
+BYTE_LEVEL = byte_level_tokenizer()
 
 
 def sentencepiece() -> Tokenizer:

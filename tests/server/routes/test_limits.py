@@ -113,12 +113,13 @@ def test_losses_are_those_of_the_engine(name):
         limits.check_loss(name)
 
 
-def test_chunks_that_are_no_text_are_refused_by_name():
+def test_chunks_that_no_model_reads_are_refused_by_name():
     image = types.ImageChunk(data=b"x", format="png", expected_tokens=3)
     audio = types.DmelChunk(dmel=bytes([0, 1, 2]) + bytes(8))
     pointer = types.ImageAssetPointerChunk(location="https://example.org/a.png", format="png")
-    for chunk, name in ((image, "image"), (audio, "dmel"), (pointer, "image_asset_pointer")):
+    for chunk, name in ((audio, "dmel"), (pointer, "image_asset_pointer")):
         with pytest.raises(Unsupported, match=rf"data\[0\]\.chunks\[1\] is of type '{name}'"):
             limits.check_chunks("data[0]", types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1]), chunk]))
     tokens = types.EncodedTextChunk.from_array(np.arange(7, dtype=np.int32))
     assert limits.check_chunks("prompt", types.ModelInput(chunks=[tokens, types.EncodedTextChunk(tokens=[1, 2])])) == 9
+    assert limits.check_chunks("prompt", types.ModelInput(chunks=[tokens, image])) == 10

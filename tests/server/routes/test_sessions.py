@@ -96,6 +96,16 @@ async def test_search_finds_nothing_of_others(ada, bob):
     assert len((await ada.ok("sessions/search", mine))["sessions"]) == 1
 
 
+async def test_search_tells_tags_runs_and_the_last_heartbeat_before_it_is_written(server, ada):
+    session_id = await ada.session(tags=["blue", "<i>"])
+    await ada.run(session_id)
+    written = await server.context.store.read(sessions.get_session, session_id)
+    await ada.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+    [found] = (await ada.ok("sessions/search", {"session_id": session_id}))["sessions"]
+    assert (found["tags"], found["training_runs_count"]) == (["blue", "<i>"], 1)
+    assert datetime.fromisoformat(found["last_seen_at"]) > written.last_seen_at
+
+
 async def test_project_takes_session_and_runs_along(ada):
     session_id = await ada.session(project_id="p1")
     run_id = await ada.run(session_id)

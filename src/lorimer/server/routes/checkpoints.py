@@ -73,6 +73,13 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
         last_checkpoint=newest.get("training"),
         last_sampler_checkpoint=newest.get("sampler"),
         user_metadata=run.user_metadata or None,
+        created_at=run.created_at,
+        project_id=run.project_id,
+        seed=run.seed,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+        optimizer_type=run.optimizer_type,
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import orjson
 
 from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.scheduler.translate import estimated_tokens
 from lorimer.server.routes.ownership import is_id, quote_id
 from lorimer.server.settings import Settings
-from lorimer.types import EncodedTextChunk, ModelInput, OptimizerConfig, SampleRequest
+from lorimer.types import EncodedTextChunk, ImageChunk, ModelInput, OptimizerConfig, SampleRequest
 from lorimer.types.training import TrainingRequest
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
@@ -73,14 +74,17 @@ def check_optimizer(config: OptimizerConfig | None) -> None:
 
 
 def check_chunks(where: str, model_input: ModelInput) -> int:
-    """The number of tokens; images, audio and pointers are refused, for no served model reads them."""
+    """The number of tokens, estimated for images; audio is refused, for no served model hears, and so are pointers.
+
+    Which model reads images is asked in ``images.py``, which turns pointers into what they hold.
+    """
     for index, chunk in enumerate(model_input.chunks):
-        if not isinstance(chunk, EncodedTextChunk):
+        if not isinstance(chunk, EncodedTextChunk | ImageChunk):
             raise Unsupported(
                 f"{where}.chunks[{index}] is of type {chunk.type!r}, which no model of this server reads; "
-                "accepted is 'encoded_text'"
+                "accepted are 'encoded_text' and, of models that read images, 'image'"
             )
-    return sum(len(chunk.tokens) for chunk in model_input.chunks if isinstance(chunk, EncodedTextChunk))
+    return estimated_tokens(model_input)
 
 
 def check_training(settings: Settings, request: TrainingRequest) -> None:

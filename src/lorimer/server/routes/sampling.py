@@ -8,6 +8,7 @@ from lorimer.errors import InvalidInput
 from lorimer.server.bodies import decode
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
+from lorimer.server.routes.images import admit_sample_images
 from lorimer.server.routes.limits import check_sample, check_text
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import find_sampler, find_session, find_weights, quote_id
@@ -58,8 +59,9 @@ async def sample(request: Request) -> Response:
         raise InvalidInput("base_model and model_path belong to create_sampling_session, whose id is accepted here")
     if body.sampling_session_id is None:
         raise InvalidInput("sampling_session_id is missing; create_sampling_session gives one")
-    check_sample(context.settings, body)
     sampler = await find_sampler(request, body.sampling_session_id)
+    body = await admit_sample_images(context, sampler.base_model, body)
+    check_sample(context.settings, body)
     return promise(await context.scheduler.sample(user_of(request), sampler, body))
 
 

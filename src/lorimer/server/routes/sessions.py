@@ -122,10 +122,10 @@ async def search_sessions(request: Request) -> Response:
     if len(found) == body.limit:
         last = found[-1].session
         cursor = types.SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.session_id)
-    return reply(types.SessionSearchResponse(sessions=[summary(row) for row in found], next_cursor=cursor))
+    return reply(types.SessionSearchResponse(sessions=[summary(request, row) for row in found], next_cursor=cursor))
 
 
-def summary(row: SessionRow) -> types.SessionSummary:
+def summary(request: Request, row: SessionRow) -> types.SessionSummary:
     session = row.session
     return types.SessionSummary(
         session_id=session.session_id,
@@ -137,6 +137,9 @@ def summary(row: SessionRow) -> types.SessionSummary:
         display_name=session.display_name,
         user_metadata=text_metadata(session.user_metadata),
         checkpoint_storage_bytes=row.checkpoint_storage_bytes,
+        tags=session.tags,
+        training_runs_count=row.training_runs_count,
+        last_seen_at=context_of(request).seen_at(session),
     )
 
 

@@ -10,6 +10,7 @@ from lorimer.errors import InvalidInput, NotFound
 from lorimer.server.bodies import decode, off_loop, read_body, validate
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
+from lorimer.server.routes.images import admit_training_images
 from lorimer.server.routes.limits import (
     check_count,
     check_metadata,
@@ -93,6 +94,7 @@ async def train(request: Request, *, forward_only: bool) -> Response:
     async with uses_number(request, body.model_id, body.seq_id):
         run = await find_trainable(request, body.model_id)
         check_seq_id(body.seq_id)
+        body = await admit_training_images(context, run.base_model, body)
         check_training(context.settings, body)
         check_loss_id(run, body)
         return promise(await context.scheduler.train(user_of(request), run, body))

@@ -1,0 +1,48 @@
+"""Image files from strangers, made into pictures.
+
+The declared format decides which decoder may look at the bytes, and the header's size is held against the limit before
+pixels take memory. What is damaged, cut off, disguised or too large is refused in our own words. What a model does with
+a picture is left to ``vision.py``.
+"""
+
+import io
+import warnings
+
+from PIL import Image
+
+from lorimer.engine.messages import ImageFormat
+from lorimer.errors import InvalidInput, TooLarge
+
+
+def open_picture(data: bytes, file_format: ImageFormat, most_pixels: int, where: str) -> Image.Image:
+    """The picture in ``data``, as RGB; of a file with several, the first.
+
+    A note of the camera on how to turn the picture is not followed: the pixels are taken as they are stored.
+    """
+    name = file_format.upper()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            # Reads the header only.
+            picture: Image.Image = Image.open(io.BytesIO(data), formats=[name])
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+            raise _too_large(where, f"more than {Image.MAX_IMAGE_PIXELS}", most_pixels) from None
+        except Exception:  # decoders fail in many ways, and their words are for programmers
+            raise InvalidInput(
+                f"{where} is no {name} file, which its format {file_format!r} says it is; accepted are whole PNG and"
+                " JPEG files under their own formats"
+            ) from None
+        if picture.width * picture.height > most_pixels:
+            raise _too_large(where, f"{picture.width} x {picture.height}", most_pixels)
+        try:
+            picture.load()
+            return picture.convert("RGB")
+        except Exception:
+            raise InvalidInput(
+                f"{where} is a {name} file that is damaged or cut off; a whole one is accepted"
+            ) from None
+
+
+def _too_large(where: str, size: str, most_pixels: int) -> TooLarge:
+    return TooLarge(f"{where} has {size} pixels; at most {most_pixels} in all are accepted (max_image_pixels)")

@@ -1,0 +1,103 @@
+"""Metrics in the SDK: reported beside training, read back with what the engine measured; over HTTP and embedded."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import lorimer
+from lorimer import types
+from lorimer.client import embedded
+from lorimer.client import metrics as client_metrics
+
+MODEL = "lorimer/debug"
+DATUM = types.Datum(types.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]})
+OTHER = types.Datum(types.ModelInput.from_ints([9, 8, 7, 6]), {"target_tokens": [8, 7, 6, 5]})
+
+
+@pytest.fixture(scope="module", params=["http", "embedded"])
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[lorimer.ServiceClient]:
+    if request.param == "http":
+        with lorimer.ServiceClient(base_url=request.getfixturevalue("server").url) as client:
+            yield client
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORIMER_DATA", str(tmp_path_factory.mktemp("embedded") / "data"))
+        patch.setenv("LORIMER_DTYPE", "float32")
+        patch.setenv("LORIMER_NUM_THREADS", "1")
+        with lorimer.ServiceClient(base_url="local", model=MODEL) as client:
+            yield client
+        embedded.service().stop()
+
+
+@pytest.fixture
+def rest(service):
+    return service.create_rest_client()
+
+
+def values(found):
+    return {(one.source, one.name): {step: value for step, _, value in one.points} for one in found.series}
+
+
+def test_what_was_reported_and_measured_is_read_back(trainer, rest):
+    passed = trainer.forward_backward([DATUM, OTHER], "cross_entropy")
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+    reported = trainer.log_metrics({"reward": np.float32(0.5), "length": 7, "bad": math.nan, "vast": -math.inf}, 1)
+    assert reported.result().num_values == 4
+    measured = passed.result().metrics | (stepped.result().metrics or {})
+    found = rest.get_metrics(trainer.model_id).result()
+    assert values(found) == {
+        **{("engine", name): {1: value} for name, value in measured.items()},
+        ("client", "reward"): {1: 0.5},
+        ("client", "length"): {1: 7.0},
+        ("client", "bad"): {1: None},
+        ("client", "vast"): {1: None},
+    }
+    chosen = rest.get_metrics(trainer.model_id, ["reward", "loss:sum"]).result()
+    assert {name for _, name in values(chosen)} == {"reward", "loss:sum"}
+    assert rest.get_metrics(trainer.model_id, after=found.cursor).result().series == []
+    trainer.log_metrics({"reward": 0.75}, 1).result()
+    changed = rest.get_metrics(trainer.model_id, after=found.cursor).result()
+    assert values(changed) == {("client", "reward"): {1: 0.75}}
+
+
+async def test_the_last_word_counts_and_coroutines_do_the_same(trainer, rest):
+    sent = [await trainer.log_metrics_async({"reward": step / 8}, step % 4) for step in range(40)]
+    await asyncio.gather(*sent)
+    found = await rest.get_metrics_async(trainer.model_id)
+    assert values(found) == {("client", "reward"): {step: (36 + step) / 8 for step in range(4)}}
+
+
+def test_pages_are_put_together(trainer, rest, monkeypatch):
+    monkeypatch.setattr(client_metrics, "PAGE_ENTRIES", 3)
+    for step in range(10):
+        trainer.log_metrics({"reward": step}, step)
+    trainer.log_metrics({"reward": -1}, 0).result()
+    found = rest.get_metrics(trainer.model_id).result()
+    assert values(found) == {("client", "reward"): {step: float(step or -1) for step in range(10)}}
+    assert [step for step, _, _ in found.series[0].points] == list(range(10))
+    assert rest.get_metrics(trainer.model_id, after=found.cursor).result().series == []
+
+
+def test_a_call_that_is_sent_in_parts_is_one_value(trainer, rest):
+    number = trainer._connection.config.fwdbwd_max_chunk_len + 1
+    output = trainer.forward_backward([DATUM] * number, "cross_entropy").result()
+    assert output.metrics["tokens:sum"] == 3 * number
+    found = values(rest.get_metrics(trainer.model_id).result())
+    assert {name: found["engine", name][1] for name in output.metrics} == pytest.approx(output.metrics)
+
+
+def test_refusals_name_what_is_wrong(trainer, rest):
+    with pytest.raises(lorimer.BadRequestError, match="without a comma"):
+        trainer.log_metrics({"a,b": 1.0}, 1).result()
+    with pytest.raises(ValueError, match="step"):
+        trainer.log_metrics({"a": 1.0}, -1)
+    for value in ("much", None):
+        with pytest.raises((TypeError, ValueError)):
+            trainer.log_metrics({"a": value}, 1)
+    with pytest.raises(lorimer.NotFoundError):
+        rest.get_metrics("nothing:train:0").result()

@@ -1,0 +1,162 @@
+"""Metrics of runs over HTTP: what the engine answered, what clients report, reading on, refusals; and operations."""
+
+from dataclasses import replace
+
+import pytest
+
+from .conftest import datum
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def points(client, run_id, **query):
+    """The points of each series without their times, and the cursor."""
+    found = await client.fetch(f"training_runs/{run_id}/metrics", params=query)
+    series = {
+        f"{one['source']}/{one['name']}": {step: value for step, _, value in one["points"]} for one in found["series"]
+    }
+    return series, found["cursor"]
+
+
+async def report(client, run_id, *reported):
+    return await client.post(f"training_runs/{run_id}/metrics", {"points": list(reported)})
+
+
+async def test_the_engines_numbers_are_those_that_clients_were_given(ada):
+    run_id = await ada.run()
+    first = await ada.train(run_id, 1)
+    stepped = await ada.step(run_id, 2)
+    await ada.logprobs(run_id, 3)  # only looks
+    parts = [await ada.train(run_id, 4), await ada.train(run_id, 5, data=[datum(), datum()])]
+    again = await ada.step(run_id, 6)
+    found, _ = await points(ada, run_id)
+    for name, value in first.metrics.items():
+        assert found[f"engine/{name}"] == {1: value, 2: pytest.approx(sum(part.metrics[name] for part in parts))}
+    for name, value in stepped["metrics"].items():
+        assert found[f"engine/{name}"] == {1: value, 2: again["metrics"][name]}
+    assert found.keys() == {f"engine/{name}" for name in first.metrics | stepped["metrics"]}
+    chosen, _ = await points(ada, run_id, names="grad_norm,loss:sum")
+    assert chosen.keys() == {"engine/grad_norm", "engine/loss:sum"}
+
+
+async def test_a_failed_step_is_none(ada):
+    run_id = await ada.run()
+    await ada.train(run_id, 1)
+    body = {"model_id": run_id, "seq_id": 2, "adam_params": {"learning_rate": 0.01, "beta1": 7.0}}
+    refused = await ada.post("optim_step", body)
+    if refused.status_code == 200:
+        await ada.failure(refused.json())
+    await ada.step(run_id, 3)
+    await ada.train(run_id, 4)
+    found, _ = await points(ada, run_id)
+    assert list(found["engine/loss:sum"]) == [1, 2] and list(found["engine/grad_norm"]) == [1]
+
+
+async def test_reading_on_gives_new_and_corrected_points(ada):
+    run_id = await ada.run()
+    await ada.train(run_id, 1)
+    answer = await report(
+        ada, run_id, {"step": 0, "time": 1767225600.5, "values": {"reward": 0.5, "bad": "NaN", "vast": "Infinity"}}
+    )
+    assert answer.json() == {"num_values": 3}
+    found = await ada.fetch(f"training_runs/{run_id}/metrics")
+    series = {one["name"]: one for one in found["series"]}
+    assert series["reward"] == {"name": "reward", "source": "client", "points": [[0, 1767225600.5, 0.5]]}
+    assert series["bad"]["points"][0][2] is None and series["vast"]["points"][0][2] is None
+    assert series["loss:sum"]["source"] == "engine" and found["has_more"] is False
+    assert await points(ada, run_id, after=found["cursor"]) == ({}, found["cursor"])
+    await report(ada, run_id, {"step": 0, "values": {"reward": 2}}, {"step": 1, "values": {"reward": 3.5}})
+    await ada.step(run_id, 2)
+    changed, cursor = await points(ada, run_id, after=found["cursor"])
+    assert changed.pop("client/reward") == {0: 2.0, 1: 3.5}
+    assert changed.keys() >= {"engine/grad_norm"} and "engine/loss:sum" not in changed
+    pages, after = {}, "0.0.0"
+    while after != cursor:
+        page, after = await points(ada, run_id, after=after, limit=1)
+        for name, values in page.items():
+            pages.setdefault(name, {}).update(values)
+    assert pages == (await points(ada, run_id))[0]
+
+
+BAD_POINTS = {
+    "a comma": ({"step": 1, "values": {"a,b": 1}}, 400, "'a,b'; 1 to 200 printable characters without a comma"),
+    "a control code": ({"step": 1, "values": {"a\x1b[31m": 1}}, 400, "a metric is called"),
+    "no name": ({"step": 1, "values": {"": 1}}, 400, "a metric is called ''"),
+    "a long name": ({"step": 1, "values": {"x" * 201: 1}}, 400, "1 to 200 printable"),
+    "a negative step": ({"step": -1, "values": {}}, 422, "points[0].step"),
+    "half a step": ({"step": 1.5, "values": {}}, 422, "points[0].step"),
+    "a truth for a step": ({"step": True, "values": {}}, 422, "points[0].step"),
+    "a step beyond": ({"step": 2**53, "values": {}}, 422, "points[0].step"),
+    "a time before 1970": ({"step": 1, "time": -1, "values": {}}, 422, "points[0].time"),
+    "text": ({"step": 1, "values": {"a": "1.5"}}, 422, "points[0].values.a"),
+    "nothing": ({"step": 1, "values": {"a": None}}, 422, "points[0].values.a"),
+    "an unknown field": ({"step": 1, "values": {}, "tag": "x"}, 422, "points[0].tag"),
+}
+
+
+@pytest.mark.parametrize(("point", "status", "text"), BAD_POINTS.values(), ids=BAD_POINTS)
+async def test_reports_that_make_no_sense_are_refused(ada, point, status, text):
+    run_id = await ada.run()
+    answer = await report(ada, run_id, point)
+    assert (answer.status_code, text in answer.json()["detail"]) == (status, True), answer.text
+    assert await points(ada, run_id) == ({}, "0.0.0")
+
+
+async def test_limits_are_refused_by_name(ada, server, monkeypatch):
+    run_id = await ada.run()
+    values = {"max_metric_values_per_request": 10, "max_metric_names_per_run": 4, "max_metric_values_per_run": 6}
+    monkeypatch.setattr(server.context, "settings", replace(server.context.settings, **values))
+    one = {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert (await report(ada, run_id, *({"step": step, "values": one} for step in (1, 2)))).status_code == 200
+    refused = {
+        "max_metric_values_per_request": [{"step": step, "values": one} for step in range(4)],
+        "max_metric_names_per_run": [{"step": 1, "values": {"d": 1, "e": 1}}],
+        "max_metric_values_per_run": [{"step": 3, "values": {"a": 1}}],
+    }
+    for setting, reported in refused.items():
+        answer = await report(ada, run_id, *reported)
+        assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
+        assert f"({setting})" in answer.json()["detail"]
+    many = await report(ada, run_id, *({"step": step, "values": {}} for step in range(11)))
+    assert many.status_code == 413
+    assert (await points(ada, run_id))[0] == {f"client/{name}": {1: value, 2: value} for name, value in one.items()}
+
+
+@pytest.mark.parametrize(
+    "query", ["after=x", "after=1", "after=1.-1.0", "after=1.2." + "9" * 40, "limit=10001", "names=a%00b"]
+)
+async def test_questions_that_make_no_sense_are_refused(ada, query):
+    run_id = await ada.run()
+    answer = await ada.get(f"training_runs/{run_id}/metrics?{query}")
+    assert answer.status_code == 400, answer.text
+    assert query.partition("=")[0] in answer.json()["detail"]
+
+
+async def test_operations_are_listed_newest_first(ada):
+    run_id = await ada.run()
+    await ada.train(run_id, 1)
+    await ada.step(run_id, 2)
+    wrong = {"model_id": run_id, "seq_id": 3, "path": "a/../b"}
+    assert (await ada.post("save_weights", wrong)).status_code == 400
+    await ada.save(run_id, 4, "kept")
+    found = await ada.fetch(f"training_runs/{run_id}/operations", params={"limit": 3})
+    assert [(one["seq_id"], one["state"]) for one in found["operations"]] == [(4, "done"), (3, "rejected"), (2, "done")]
+    assert found["has_more"] is True
+    assert "a/../b" in found["operations"][1]["error"] and found["operations"][0]["error"] is None
+    rest = await ada.fetch(f"training_runs/{run_id}/operations", params={"before": 2})
+    (first,) = rest["operations"]
+    assert (first["kind"], first["tokens"], rest["has_more"]) == ("forward_backward", 5, False)
+    assert first["received_at"] <= first["started_at"] <= first["finished_at"]
+
+
+async def test_a_published_checkpoint_opens_no_metrics(ada, bob):
+    run_id = await ada.run()
+    await ada.save(run_id, 1, "open")
+    assert (await ada.post(f"training_runs/{run_id}/checkpoints/weights/open/publish")).status_code in (200, 204)
+    for answer in (
+        await bob.get(f"training_runs/{run_id}/metrics"),
+        await bob.get(f"training_runs/{run_id}/operations"),
+        await report(bob, run_id, {"step": 1, "values": {"a": 1}}),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+    assert await points(ada, run_id) == ({}, "0.0.0")
