@@ -18,6 +18,7 @@ serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="
 	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
 test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
+	@sh tools/browser.sh
 	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --no-loadscope-reorder
 
 test-slow: $(INSTALLED) ## Run the tests that are slow or download something

@@ -102,7 +102,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(server, alice):
     try:
         read_until(ours, "> ")
         seen = ""
-        for _ in range(20):  # an answer may be over before it can be interrupted: then there is the prompt, or a word more
+        for _ in range(
+            20
+        ):  # an answer may be over before it can be interrupted: then there is the prompt, or a word more
             os.write(ours, b"Hello\n")
             read_until(ours, r"Hello\r?\n.")
             process.send_signal(signal.SIGINT)

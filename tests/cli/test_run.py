@@ -1,5 +1,7 @@
 """``lorimer run`` against a server with a trained run."""
 
+import math
+
 from tests.cli.conftest import MODEL, RANK
 
 
@@ -49,6 +51,20 @@ def test_info(alice, trained):
     found = alice.json("run", "info", trained.training)
     assert found["training_run_id"] == trained.run_id
     assert {one["checkpoint_type"] for one in found["checkpoints"]} == {"training", "sampler", "external"}
+
+
+def test_metrics(alice, trained):
+    trained.trainer.log_metrics({"reward": 0.5, "bad": math.nan}, 0).result()
+    trained.trainer.log_metrics({"reward": 0.25, "bad": math.nan}, 1).result()
+    lines = {line.split()[0]: line.split()[1:] for line in alice("run", "metrics", trained.run_id).splitlines()}
+    assert lines["reward"] == ["client", "2", "1", "0.5", "0.25", "0.25", "0.5"]
+    assert lines["bad"] == ["client", "2", "1"]
+    assert lines["loss:sum"][:3] == ["engine", "1", "1"]
+    found = alice.json("run", "metrics", trained.training, "--name", "re*")
+    (series,) = found["series"]
+    assert (series["name"], [value for _, _, value in series["points"]]) == ("reward", [0.5, 0.25])
+    shown = alice.run("run", "metrics", trained.run_id, "--name", "nothing")
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (0, "", "no metrics\n")
 
 
 def test_run_that_is_not_there_or_of_others(alice, bob, trained):

@@ -1,5 +1,6 @@
 """``lorimer run``: the training runs of a server."""
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from lorimer.cli.output import (
 
 if TYPE_CHECKING:
     from lorimer.types import Checkpoint, TrainingRun
+    from lorimer.types.metrics import MetricSeries
 
 app = typer.Typer(help="Look at training runs.", no_args_is_help=True)
 
@@ -41,6 +43,12 @@ CHECKPOINT_COLUMNS: list[str | Column] = [
     "saved",
     "expires",
     "published",
+]
+
+METRIC_COLUMNS: list[str | Column] = [
+    Column("metric", whole=True),
+    "of",
+    *(Column(title, justify="right") for title in ("points", "last step", "first", "last", "least", "most")),
 ]
 
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=0, help="How many at most; 0 is all.")]
@@ -122,6 +130,36 @@ def info(
             print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in checkpoints])
 
 
+@app.command(
+    epilog=examples(
+        "lorimer run metrics RUN",
+        "lorimer run metrics RUN --name 'loss*' --name reward",
+        "lorimer run metrics RUN -f json | jq '.series[] | select(.name == \"loss:sum\").points'",
+    )
+)
+def metrics(
+    run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="Only metrics called like this; * stands for anything.")
+    ] = None,
+    output: FormatOption = Format.table,
+    base_url: UrlOption = None,
+    api_key: KeyOption = None,
+    data: DirectoryOption = None,
+) -> None:
+    """Show what the engine measured in a run and what its programs reported; JSON has every point."""
+    with exit_on_error():
+        found = rest_client(base_url, api_key, data).get_metrics(run_id_of(run)).result()
+        series = [one for one in found.series if name is None or any(fnmatchcase(one.name, like) for like in name)]
+        if output is Format.json:
+            print_json({"series": [one.model_dump(mode="json") for one in series], "cursor": found.cursor})
+            return
+        if series:
+            print_table(METRIC_COLUMNS, [metric_row(one) for one in series])
+        else:
+            note("no metrics")
+
+
 def run_id_of(text: str) -> str:
     """The id in the path of a checkpoint, or the text itself."""
     return text.removeprefix("tinker://").partition("/")[0]
@@ -148,6 +186,14 @@ def checkpoint_row(checkpoint: "Checkpoint") -> list[object]:
         ago(checkpoint.expires_at) or "never",
         "yes" if checkpoint.public else "",
     ]
+
+
+def metric_row(series: "MetricSeries") -> list[object]:
+    """The values that are finite, in short."""
+    values = [value for _, _, value in series.points if value is not None]
+    edges = [values[0], values[-1], min(values), max(values)] if values else []
+    shown = [f"{value:.4g}" for value in edges] or [""] * 4
+    return [series.name, series.source, len(series.points), series.points[-1][0], *shown]
 
 
 def note_rest(what: str, shown: int, total: int) -> None:

@@ -1,0 +1,138 @@
+// What can be done to a checkpoint, as a table and as buttons: copy its path, try it, download it, publish it, give it an
+// end, delete it. Used by the page of a run and the page of checkpoints.
+
+import { del, get, part, post, put, downloadSigned } from "./api.js";
+import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, table, toast } from "./dom.js";
+
+const KINDS = { training: "training state", sampler: "sampler", external: "export" };
+const LIFETIMES = [
+  ["", "keep for ever"],
+  ["3600", "one hour from now"],
+  ["86400", "one day from now"],
+  ["604800", "one week from now"],
+  ["2592000", "30 days from now"],
+];
+
+/** The parts of `tinker://<run>/<segment>/<name>`. */
+export function partsOf(path) {
+  const [run, segment, name] = path.replace(/^tinker:\/\//, "").split("/");
+  return { run, segment, name };
+}
+
+function endpoint(checkpoint, rest = "") {
+  const { run, segment, name } = partsOf(checkpoint.tinker_path);
+  return `/api/v1/training_runs/${part(run)}/checkpoints/${part(segment)}/${part(name)}${rest}`;
+}
+
+/** A table of checkpoints as the API lists them. `changed` is called after each change; `withRun` adds the run. */
+export function checkpointTable(checkpoints, { changed, withRun = false, isOwn = true }) {
+  const columns = [
+    {
+      label: "Checkpoint",
+      wide: true,
+      value: (c) => h("div", { class: "stack" }, h("a", { href: pageOf(c) }, partsOf(c.tinker_path).name), metadata(c)),
+    },
+    withRun && { label: "Run", class: "tight", value: (c) => runLink(partsOf(c.tinker_path).run) },
+    { label: "Kind", value: (c) => KINDS[c.checkpoint_type] || c.checkpoint_type },
+    { label: "Saved", value: (c) => ago(c.time) },
+    { label: "Size", number: true, value: (c) => bytes(c.size_bytes) },
+    { label: "Ends", value: (c) => (c.expires_at ? ago(c.expires_at) : "never") },
+    { label: "Access", value: (c) => (c.public ? badge("ok", "published") : "private") },
+    { label: "", class: "row-actions", value: (c) => checkpointActions(c, changed, isOwn) },
+  ].filter(Boolean);
+  return table(columns, checkpoints, (c) => ({ "data-checkpoint": c.tinker_path }));
+}
+
+export const pageOf = (checkpoint) => {
+  const { run, segment, name } = partsOf(checkpoint.tinker_path);
+  return `/console/checkpoints/${part(run)}/${part(`${segment}/${name}`)}`;
+};
+
+function metadata(checkpoint) {
+  return Object.entries(checkpoint.user_metadata || {}).map(([name, value]) =>
+    h("span", { class: "tag" }, `${name}: ${value}`),
+  );
+}
+
+/** Buttons for one checkpoint; those that change it are its owner's. */
+export function checkpointActions(checkpoint, changed, isOwn = true) {
+  const act = (label, work, attrs) => button(label, () => attempt(work, changed), { class: "quiet small", ...attrs });
+  const isSampler = checkpoint.checkpoint_type === "sampler";
+  return h(
+    "div",
+    { class: "row" },
+    copyButton(checkpoint.tinker_path, "Copy path"),
+    isSampler &&
+      h(
+        "a",
+        {
+          class: "button quiet small",
+          href: `/console/playground?mode=checkpoint&checkpoint=${part(checkpoint.tinker_path)}`,
+        },
+        "Try",
+      ),
+    act("Download", () => download(checkpoint)),
+    isOwn && act(checkpoint.public ? "Unpublish" : "Publish", () => publish(checkpoint)),
+    isOwn && act("Lifetime", () => setLifetime(checkpoint)),
+    isOwn &&
+      act("Delete", () => remove(checkpoint), {
+        class: "quiet small danger",
+        "aria-label": `Delete ${checkpoint.tinker_path}`,
+      }),
+  );
+}
+
+/** Work that says whether it changed something; what goes wrong is told. */
+async function attempt(work, changed) {
+  try {
+    if (await work()) await changed?.();
+  } catch (error) {
+    if (error.status !== 401) toast(error.message, "bad");
+  }
+}
+
+async function publish(checkpoint) {
+  if (checkpoint.public) {
+    await del(endpoint(checkpoint, "/publish"));
+    toast("Only you can use the checkpoint now.");
+    return true;
+  }
+  const text = "Every user of this server will be able to load, sample and download it.";
+  if (!(await confirmDialog({ title: `Publish ${partsOf(checkpoint.tinker_path).name}?`, text, action: "Publish" })))
+    return false;
+  await post(endpoint(checkpoint, "/publish"));
+  toast("Published.");
+  return true;
+}
+
+async function setLifetime(checkpoint) {
+  const answer = await formDialog({
+    title: `Lifetime of ${partsOf(checkpoint.tinker_path).name}`,
+    text: "After its end a checkpoint is deleted.",
+    fields: [{ name: "ttl", label: "Keep it until", options: LIFETIMES, value: "" }],
+  });
+  if (answer === null) return false;
+  await put(endpoint(checkpoint, "/ttl"), { ttl_seconds: answer.ttl ? Number(answer.ttl) : null });
+  toast(answer.ttl ? "The checkpoint has an end now." : "The checkpoint is kept for ever.");
+  return true;
+}
+
+async function remove(checkpoint) {
+  const title = `Delete ${partsOf(checkpoint.tinker_path).name}?`;
+  const text = `${checkpoint.tinker_path} cannot be brought back. Samplers that are using its weights go on.`;
+  if (!(await confirmDialog({ title, text, action: "Delete", danger: true }))) return false;
+  await del(endpoint(checkpoint));
+  toast("Deleted.");
+  return true;
+}
+
+/** The adapter as a tar; exports have an address for each file instead. */
+async function download(checkpoint) {
+  if (checkpoint.checkpoint_type === "external") {
+    const { urls } = await get(endpoint(checkpoint, "/external_weights_urls"));
+    for (const [name, url] of Object.entries(urls)) await downloadSigned(url, name);
+    return false;
+  }
+  await downloadSigned(endpoint(checkpoint, "/archive"), `${partsOf(checkpoint.tinker_path).name}.tar`);
+  return false;
+}

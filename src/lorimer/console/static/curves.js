@@ -1,0 +1,241 @@
+// The curves of a run, and of others beside it: which runs and metrics are shown, and how; the legend. All choices are
+// in the address, so that a link shows the same.
+
+import { MetricChart, NUM_COLOURS, colour } from "./charts.js";
+import { button, empty, h, replace, runLink, shortRun, toast } from "./dom.js";
+import { metricsProgram } from "./getting_started.js";
+import { RunMetrics, csv, rankOf } from "./run_metrics.js";
+
+const AXES = [
+  ["step", "step"],
+  ["elapsed", "time since start"],
+  ["clock", "time of day"],
+];
+
+export class Curves {
+  constructor(runId, { query, setQuery, signal }) {
+    this.signal = signal;
+    this.setQuery = setQuery;
+    this.charts = new Map();
+    const others = (query.get("compare") || "").split(",").filter(Boolean);
+    this.runs = [...new Set([runId, ...others])].slice(0, NUM_COLOURS).map((id) => new RunMetrics(id));
+    const smoothing = Number(query.get("smooth"));
+    this.options = {
+      axis: AXES.some(([axis]) => axis === query.get("x")) ? query.get("x") : "step",
+      isLog: query.get("log") === "1",
+      smoothing: smoothing > 0 && smoothing < 1 ? smoothing : 0,
+    };
+    this.filter = query.get("metric") || "";
+    this.legend = h("ul", { class: "run-legend" });
+    this.grid = h("div", { class: "charts" });
+    this.nothing = h("div");
+    this.element = h("div", { class: "curves" }, this.controls(), this.legend, this.nothing, this.grid);
+  }
+
+  /** Fetch what is new of every run shown and draw it. A run that is not there is taken out, with a word. */
+  async poll() {
+    const runs = this.runs;
+    const polled = await Promise.allSettled(runs.map((run) => run.poll(this.signal)));
+    const failed = polled.findIndex((result) => result.status === "rejected");
+    if (failed > 0 && polled[failed].reason.status === 404) {
+      toast(polled[failed].reason.message, "bad");
+      this.removeRun(runs[failed]);
+    } else if (failed >= 0) {
+      throw polled[failed].reason;
+    }
+    const changed = new Set(polled.flatMap((result) => [...(result.value || [])]));
+    this.draw(changed);
+  }
+
+  /** How far the run itself is, or null. */
+  get lastStep() {
+    return this.runs[0].lastStep;
+  }
+
+  // ── controls ──────────────────────────────────────────────────────────────────────────────────────
+
+  controls() {
+    const { axis, isLog, smoothing } = this.options;
+    const filter = h("input", {
+      type: "search",
+      placeholder: "Filter metrics",
+      "aria-label": "Filter metrics by name",
+      "data-search": "",
+      value: this.filter,
+      oninput: () => {
+        this.filter = filter.value;
+        this.setQuery({ metric: this.filter });
+        this.draw(new Set());
+      },
+    });
+    const select = h(
+      "select",
+      {
+        "aria-label": "Horizontal axis",
+        onchange: () => this.choose({ axis: select.value }, { x: select.value === "step" ? null : select.value }),
+      },
+      AXES.map(([value, text]) => h("option", { value, selected: value === axis }, text)),
+    );
+    const log = h("input", {
+      type: "checkbox",
+      checked: isLog,
+      onchange: () => this.choose({ isLog: log.checked }, { log: log.checked ? "1" : null }),
+    });
+    const slider = h("input", {
+      type: "range",
+      min: "0",
+      max: "0.99",
+      step: "0.01",
+      value: String(smoothing),
+      "aria-label": "Smoothing",
+      oninput: () => {
+        amount.textContent = Number(slider.value).toFixed(2);
+        this.choose({ smoothing: Number(slider.value) }, { smooth: Number(slider.value) ? slider.value : null });
+      },
+    });
+    const amount = h("output", { class: "muted" }, smoothing.toFixed(2));
+    return h(
+      "div",
+      { class: "row chart-controls" },
+      filter,
+      h("label", { class: "check" }, h("span", { class: "muted" }, "x"), select),
+      h("label", { class: "check" }, log, "log scale"),
+      h("label", { class: "check" }, h("span", { class: "muted" }, "smoothing"), slider, amount),
+      this.adding(),
+      button("CSV", () => this.saveCsv(), { class: "quiet small", title: "Save all values of the runs shown" }),
+    );
+  }
+
+  adding() {
+    const input = h("input", {
+      placeholder: "Compare with a run id",
+      "aria-label": "Compare with another run, by its id",
+      size: "18",
+      autocomplete: "off",
+    });
+    const add = (event) => {
+      event.preventDefault();
+      this.addRun(input.value.trim());
+      input.value = "";
+    };
+    return h("form", { class: "adding", onsubmit: add }, input, h("button", { type: "submit", class: "small" }, "Add"));
+  }
+
+  choose(options, query) {
+    Object.assign(this.options, options);
+    this.setQuery(query);
+    this.draw(null);
+  }
+
+  async addRun(runId) {
+    if (!runId || this.runs.some((run) => run.runId === runId)) return;
+    if (this.runs.length >= NUM_COLOURS) return toast(`At most ${NUM_COLOURS} runs fit in one chart.`, "bad");
+    const run = new RunMetrics(runId);
+    try {
+      await run.poll(this.signal);
+    } catch (error) {
+      if (!this.signal.aborted && error.status !== 401) toast(error.message, "bad");
+      return;
+    }
+    this.runs.push(run);
+    this.keepRuns();
+  }
+
+  removeRun(run) {
+    this.runs = this.runs.filter((one) => one !== run);
+    this.keepRuns();
+  }
+
+  keepRuns() {
+    this.setQuery({
+      compare: this.runs
+        .slice(1)
+        .map((run) => run.runId)
+        .join(","),
+    });
+    this.draw(null);
+  }
+
+  saveCsv() {
+    const url = URL.createObjectURL(new Blob([csv(this.runs)], { type: "text/csv" }));
+    h("a", { href: url, download: "metrics.csv" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  }
+
+  // ── drawing ───────────────────────────────────────────────────────────────────────────────────────
+
+  /** Draw the charts of these keys, or with null all of them. */
+  draw(changed) {
+    if (changed === null || this.legend.childElementCount !== this.runs.length) this.drawLegend();
+    const words = this.filter.toLowerCase().split(/\s+/).filter(Boolean);
+    const keys = this.keys();
+    for (const [key, { name, source }] of keys) {
+      const isNew = !this.charts.has(key);
+      if (isNew) this.charts.set(key, new MetricChart(name, source, this.signal));
+      const chart = this.charts.get(key);
+      chart.element.hidden = !words.every((word) => name.toLowerCase().includes(word));
+      if (isNew || changed === null || changed.has(key)) chart.update(this.lines(key), { ...this.options });
+    }
+    this.place(keys);
+    this.showNothing(keys);
+  }
+
+  /** Names and sources of all series of all runs, by key, in the order they are shown. */
+  keys() {
+    const found = new Map();
+    for (const run of this.runs) for (const [key, series] of run.series) found.set(key, series);
+    return new Map([...found].sort(([, a], [, b]) => rankOf(a.name) - rankOf(b.name) || a.name.localeCompare(b.name)));
+  }
+
+  lines(key) {
+    return this.runs.flatMap((run, n) =>
+      run.series.has(key) ? [{ label: run.runId, colour: n, columns: run.columns(key, this.options.axis) }] : [],
+    );
+  }
+
+  /** Charts are put in order only when there are others than before: moving one would end a drag in it. */
+  place(keys) {
+    const wanted = [...keys.keys()].map((key) => this.charts.get(key).element);
+    if (wanted.length === this.grid.childElementCount && wanted.every((node, i) => node === this.grid.children[i]))
+      return;
+    this.grid.replaceChildren(...wanted);
+  }
+
+  showNothing(keys) {
+    const hasVisible = [...keys.keys()].some((key) => !this.charts.get(key).element.hidden);
+    if (hasVisible) return this.nothing.replaceChildren();
+    if (this.nothing.firstChild && !keys.size) return undefined;
+    return replace(
+      this.nothing,
+      keys.size
+        ? empty("No metric matches the filter.")
+        : empty(
+            "No numbers yet.",
+            "Losses and norms appear with the first forward_backward and optim_step. Report numbers of your own with:",
+            metricsProgram(),
+          ),
+    );
+  }
+
+  drawLegend() {
+    replace(
+      this.legend,
+      this.runs.map((run, n) => {
+        const swatch = h("i", { class: "swatch" });
+        swatch.style.background = colour(n);
+        return h(
+          "li",
+          { "data-run": run.runId },
+          swatch,
+          n ? runLink(run.runId) : h("span", { class: "mono run-id", title: run.runId }, shortRun(run.runId)),
+          n > 0 &&
+            button("×", () => this.removeRun(run), {
+              class: "quiet small",
+              "aria-label": `Take ${run.runId} out of the charts`,
+            }),
+        );
+      }),
+    );
+    this.legend.hidden = this.runs.length < 2;
+  }
+}

@@ -1,0 +1,310 @@
+// Elements made from values. Strings become text nodes and attributes, and are never parsed as HTML: everything shown
+// here may have been written by somebody hostile. Also the few parts every page is made of: tables, empty states,
+// buttons that copy, dialogs and notes. Nothing here speaks to the server.
+
+const SVG = "http://www.w3.org/2000/svg";
+const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "indeterminate"]);
+const FORBIDDEN = new Set(["script", "iframe", "object", "embed", "base", "meta", "link", "style"]);
+const LINK = /^(\/(?!\/)|[?#]|blob:)/;
+
+/** An element. `on*` attributes are listeners, null and false are left out; children are nodes, text or lists. */
+export function h(tag, attrs, ...children) {
+  if (FORBIDDEN.has(tag)) throw new Error(`<${tag}> is not made here`);
+  return fill(document.createElement(tag), attrs, children);
+}
+
+/** The same for SVG. */
+export function svg(tag, attrs, ...children) {
+  if (FORBIDDEN.has(tag) || tag === "foreignObject") throw new Error(`<${tag}> is not made here`);
+  return fill(document.createElementNS(SVG, tag), attrs, children);
+}
+
+function fill(node, attrs, children) {
+  for (const [name, value] of Object.entries(attrs || {})) {
+    if (value === null || value === undefined || value === false) {
+      if (PROPERTIES.has(name)) node[name] = value ?? "";
+      continue;
+    }
+    if (name.startsWith("on")) {
+      if (typeof value !== "function") throw new Error(`${name} must be a function`);
+      node.addEventListener(name.slice(2).toLowerCase(), value);
+    } else if (name === "dataset") {
+      Object.assign(node.dataset, value);
+    } else if (PROPERTIES.has(name)) {
+      node[name] = value;
+    } else if (["style", "srcdoc", "src", "action", "formaction"].includes(name)) {
+      throw new Error(`attribute ${name} is not set here`);
+    } else {
+      if (name === "href" && !LINK.test(value)) throw new Error(`links lead within this server, not to ${value}`);
+      node.setAttribute(name, value === true ? "" : String(value));
+    }
+  }
+  append(node, children);
+  return node;
+}
+
+/** Children added to a node: nodes as they are, lists flattened, null and false left out, the rest as text. */
+export function append(node, children) {
+  for (const child of [children].flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return node;
+}
+
+/** A node's children replaced; the caller's focus and scroll stay where the node itself stays. */
+export function replace(node, ...children) {
+  node.replaceChildren();
+  return append(node, children);
+}
+
+// ── parts of pages ──────────────────────────────────────────────────────────────────────────────────
+
+/** The head of a page: its title, and buttons or links beside it. */
+export function pageHead(title, ...actions) {
+  return h(
+    "header",
+    { class: "page-head" },
+    h("h1", { tabindex: "-1" }, title),
+    h("div", { class: "actions" }, actions),
+  );
+}
+
+/** A framed part of a page under a heading. */
+export function panel(heading, ...children) {
+  return h("section", { class: "panel" }, heading && h("h2", null, heading), children);
+}
+
+/**
+ * A table. Columns: `{label, value(row), number?, wide?, class?}`, where `value` gives children of the cell. On a phone
+ * each row becomes a card, with the labels beside the values. `attrs(row)` gives attributes of the row.
+ */
+export function table(columns, rows, attrs) {
+  const cell = (column) =>
+    [column.number && "number", column.wide && "wide", column.class].filter(Boolean).join(" ") || null;
+  return h(
+    "div",
+    { class: "table" },
+    h(
+      "table",
+      null,
+      h(
+        "thead",
+        null,
+        h(
+          "tr",
+          null,
+          columns.map((c) => h("th", { scope: "col", class: cell(c) }, c.label)),
+        ),
+      ),
+      h(
+        "tbody",
+        null,
+        rows.map((row) =>
+          h(
+            "tr",
+            attrs ? attrs(row) : null,
+            columns.map((c) =>
+              h("td", { class: cell(c), "data-label": c.label }, h("div", { class: "cell" }, c.value(row))),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+/** What stands where there is nothing yet: what it is, what to do next, and a command to copy. */
+export function empty(title, hint, command) {
+  return h(
+    "div",
+    { class: "empty" },
+    h("p", { class: "empty-title" }, title),
+    hint && h("p", null, hint),
+    command && commandBlock(command),
+  );
+}
+
+/** A command or a program with a button that copies it. */
+export function commandBlock(command) {
+  return h("div", { class: "command" }, h("pre", { tabindex: "0" }, command), copyButton(command));
+}
+
+/** Names and values in two columns; pairs whose value is null are left out. */
+export function facts(pairs) {
+  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h(
+    "dl",
+    { class: "facts" },
+    shown.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+  );
+}
+
+/** A word with a coloured mark: kinds are ok, busy, warn, bad and idle. */
+export function badge(kind, text) {
+  return h("span", { class: `badge badge-${kind}` }, text);
+}
+
+export function button(label, onclick, attrs) {
+  return h("button", { type: "button", ...attrs, onclick }, label);
+}
+
+/** A button that puts a text on the clipboard and says so. */
+export function copyButton(text, label = "Copy") {
+  const node = button(
+    label,
+    async () => {
+      await copy(text);
+      node.textContent = "Copied";
+      setTimeout(() => (node.textContent = label), 1200);
+    },
+    { class: "quiet small", title: `Copy ${text.length > 200 ? "the text" : text}` },
+  );
+  return node;
+}
+
+async function copy(text) {
+  if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
+  // Pages served over plain HTTP from another machine have no clipboard object.
+  const area = h("textarea", { value: text, class: "offscreen", "aria-hidden": "true" });
+  (document.querySelector("dialog[open]") || document.body).append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+// ── values as people read them ──────────────────────────────────────────────────────────────────────
+
+/** A moment from an ISO string or Unix seconds, or null. */
+export function moment(time) {
+  if (time === null || time === undefined || time === "") return null;
+  const date = typeof time === "number" ? new Date(time * 1000) : new Date(time);
+  return Number.isNaN(date.getTime()) ? null : date;
+}
+
+/** How long ago, or how far ahead; kept up to date, with the whole time in its title. */
+export function ago(time) {
+  const date = moment(time);
+  if (!date) return "–";
+  return h("time", { datetime: date.toISOString(), title: date.toLocaleString(), "data-ago": "" }, distance(date));
+}
+
+function distance(date) {
+  const seconds = (Date.now() - date.getTime()) / 1000;
+  return seconds >= -1 ? (seconds < 10 ? "just now" : `${span(seconds)} ago`) : `in ${span(-seconds)}`;
+}
+
+setInterval(() => {
+  for (const node of document.querySelectorAll("time[data-ago]")) node.textContent = distance(new Date(node.dateTime));
+}, 10_000);
+
+/** Seconds as 40 s, 5 min, 3 h, 2 d. */
+export function span(seconds) {
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  for (const [unit, size, most] of [
+    ["s", 1, 90],
+    ["min", 60, 5400],
+    ["h", 3600, 129_600],
+  ]) {
+    if (seconds < most) return `${Math.round(seconds / size)} ${unit}`;
+  }
+  return `${Math.round(seconds / 86_400)} d`;
+}
+
+/** The id of a run in few characters: `7248534…:train:0`. */
+export function shortRun(runId) {
+  return runId.replace(/^([0-9a-f]{7})[0-9a-f]{25}(?=:train:\d+$)/, "$1…");
+}
+
+/** A link to the page of a run, by its id in few characters or another text. */
+export function runLink(runId, text) {
+  const attrs = {
+    class: text ? null : "mono run-id",
+    href: `/console/runs/${encodeURIComponent(runId)}`,
+    title: runId,
+  };
+  return h("a", attrs, text || shortRun(runId));
+}
+
+/** Bytes as 12.3 MB. */
+export function bytes(count) {
+  if (count === null || count === undefined) return "–";
+  let size = count;
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (size < 1000) return `${unit === "B" ? size : size.toPrecision(3)} ${unit}`;
+    size /= 1000;
+  }
+  return `${size.toFixed(2)} TB`;
+}
+
+/** A number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7. */
+export function short(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e9 || (size > 0 && size < 1e-4)) return value.toExponential(2);
+  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
+  if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
+  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+// ── notes and dialogs ───────────────────────────────────────────────────────────────────────────────
+
+/** A note at the edge of the page, read aloud by screen readers; kinds are info and bad. */
+export function toast(text, kind = "info") {
+  const note = h("div", { class: `toast toast-${kind}`, role: kind === "bad" ? "alert" : "status" }, text);
+  document.getElementById("toasts").append(note);
+  setTimeout(() => note.remove(), kind === "bad" ? 8000 : 3500);
+}
+
+/** Ask before something that cannot be undone; the answer is true or false. */
+export async function confirmDialog({ title, text, action = "Continue", danger = false }) {
+  return (await formDialog({ title, text, action, danger, fields: [] })) !== null;
+}
+
+/**
+ * A dialog with fields `{name, label, value?, type?, options?: [[value, text]], hint?, required?}`; the answer is an
+ * object of values by name, or null when it was left.
+ */
+export function formDialog({ title, text, fields, action = "Save", danger = false }) {
+  return new Promise((resolve) => {
+    const inputs = fields.map((field) => [field, control(field)]);
+    let answer = null;
+    const form = h(
+      "form",
+      {
+        method: "dialog",
+        onsubmit: () => (answer = Object.fromEntries(inputs.map(([field, input]) => [field.name, input.value]))),
+      },
+      h("h2", { id: "dialog-title" }, title),
+      text && h("p", null, text),
+      inputs.map(([field, input]) =>
+        h("label", { class: "field" }, h("span", null, field.label), input, field.hint && h("small", null, field.hint)),
+      ),
+      h(
+        "div",
+        { class: "dialog-actions" },
+        button("Cancel", () => dialog.close(), { class: "quiet" }),
+        h("button", { type: "submit", class: danger ? "danger" : "primary" }, action),
+      ),
+    );
+    const dialog = h(
+      "dialog",
+      { "aria-labelledby": "dialog-title", onclose: () => (dialog.remove(), resolve(answer)) },
+      form,
+    );
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+function control({ name, value = "", type = "text", options, required = false }) {
+  if (options) {
+    return h(
+      "select",
+      { name, required },
+      options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)),
+    );
+  }
+  return h("input", { name, type, value, required, autocomplete: "off" });
+}

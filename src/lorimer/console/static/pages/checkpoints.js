@@ -1,0 +1,198 @@
+// All checkpoints of the caller, and the page of a single one with what can be done with it.
+
+import { get, part } from "../api.js";
+import { checkpointActions, checkpointTable, partsOf } from "../checkpoint_actions.js";
+import {
+  ago,
+  badge,
+  bytes,
+  button,
+  commandBlock,
+  copyButton,
+  empty,
+  facts,
+  h,
+  pageHead,
+  panel,
+  replace,
+  runLink,
+} from "../dom.js";
+import { saveProgram } from "../getting_started.js";
+import { redraw, whenChanged } from "../redraw.js";
+
+export const title = "Checkpoints";
+
+const PER_REQUEST = 1000;
+const MOST = 10_000;
+const PER_PAGE = 100;
+
+export async function render(root, context) {
+  return context.params.run ? renderOne(root, context) : renderAll(root, context);
+}
+
+// ── all ─────────────────────────────────────────────────────────────────────────────────────────────
+
+async function renderAll(root, { query, signal, live, setQuery }) {
+  const filter = { text: query.get("q") || "", kind: query.get("kind") || "" };
+  let found = { checkpoints: [], total: 0 };
+  let numShown = PER_PAGE;
+  const list = h("div", null);
+  const summary = h("p", { class: "muted", role: "status" });
+  const draw = () => {
+    const fits = found.checkpoints.filter((one) => matches(one, filter));
+    const size = fits.reduce((sum, one) => sum + (one.size_bytes || 0), 0);
+    const isPart = found.checkpoints.length < found.total;
+    replace(
+      summary,
+      `${fits.length} of ${found.total} checkpoints, ${bytes(size)}`,
+      isPart && `; the newest ${found.checkpoints.length} are searched`,
+    );
+    redraw(
+      list,
+      fits.length ? checkpointTable(fits.slice(0, numShown), { changed, withRun: true }) : nothing(found.total),
+      fits.length > numShown && button(`Show more of ${fits.length}`, () => ((numShown += PER_PAGE), draw())),
+    );
+  };
+  const drawChanged = whenChanged((now) => ((found = now), draw()));
+  const load = async () => drawChanged(await loadAll(signal));
+  const changed = async () => {
+    await load();
+    if (document.activeElement === document.body) root.querySelector("h1").focus();
+  };
+  const choose = (values) => {
+    Object.assign(filter, values);
+    numShown = PER_PAGE;
+    setQuery({ q: filter.text, kind: filter.kind });
+    draw();
+  };
+  root.append(pageHead("Checkpoints"), panel(null, filters(filter, choose), summary, list));
+  await live(load, 10);
+}
+
+async function loadAll(signal) {
+  const checkpoints = [];
+  let total;
+  do {
+    const page = await get("/api/v1/checkpoints", { limit: PER_REQUEST, offset: checkpoints.length }, signal);
+    total = page.cursor.total_count;
+    checkpoints.push(...page.checkpoints);
+    if (!page.checkpoints.length) break;
+  } while (checkpoints.length < Math.min(total, MOST));
+  return { checkpoints, total };
+}
+
+function filters(filter, choose) {
+  const kinds = [
+    ["", "every kind"],
+    ["sampler", "sampler"],
+    ["training", "training state"],
+    ["external", "export"],
+    ["public", "published"],
+  ];
+  return h(
+    "div",
+    { class: "row" },
+    h("input", {
+      type: "search",
+      "data-search": "",
+      "aria-label": "Search checkpoints",
+      placeholder: "Search name, run, metadata",
+      value: filter.text,
+      oninput: (event) => choose({ text: event.target.value }),
+    }),
+    h(
+      "select",
+      { "aria-label": "Kind", onchange: (event) => choose({ kind: event.target.value }) },
+      kinds.map(([value, label]) => h("option", { value, selected: value === filter.kind }, label)),
+    ),
+  );
+}
+
+/** Every word occurs in the path or the metadata. */
+function matches(checkpoint, { text, kind }) {
+  if (kind && (kind === "public" ? !checkpoint.public : checkpoint.checkpoint_type !== kind)) return false;
+  const metadata = Object.entries(checkpoint.user_metadata || {}).map(([name, value]) => `${name}: ${value}`);
+  const searched = [checkpoint.tinker_path, ...metadata].join("\n").toLowerCase();
+  return text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => searched.includes(word));
+}
+
+function nothing(total) {
+  if (total) return empty("Nothing matches.", "Search for fewer words, or for another kind.");
+  return empty("There are no checkpoints yet.", "A training client saves them:", saveProgram());
+}
+
+// ── one ─────────────────────────────────────────────────────────────────────────────────────────────
+
+async function renderOne(root, { params, signal, account, live, navigate, setTitle }) {
+  const path = `tinker://${params.run}/${params.checkpoint || `${params.segment}/${params.name}`}`;
+  const { name } = partsOf(path);
+  setTitle(name || path);
+  const run = await get(`/api/v1/training_runs/${part(params.run)}`, { access_scope: "accessible" }, signal);
+  const isOwn = Boolean(account) && run.model_owner === `tml:user:${account.user_id}`;
+  const body = h("div", { class: "stack-wide" });
+  const find = async () => {
+    const { checkpoints } = await get(`/api/v1/training_runs/${part(params.run)}/checkpoints`, null, signal);
+    return checkpoints.find((one) => one.tinker_path === path) || null;
+  };
+  const draw = whenChanged((found) => redraw(body, found ? details(found, run, isOwn, changed) : gone(path)));
+  const load = async () => draw(await find());
+  const changed = async () => ((await find()) ? load() : navigate("/console/checkpoints"));
+  root.append(pageHead(name || path, h("a", { href: "/console/checkpoints" }, "All checkpoints")), body);
+  await live(load, 10);
+}
+
+const gone = (path) =>
+  panel(
+    null,
+    empty("There is no such checkpoint.", `${path} was deleted, has expired, or is not yours and not published.`),
+  );
+
+function details(checkpoint, run, isOwn, changed) {
+  const metadata = Object.entries(checkpoint.user_metadata || {});
+  return [
+    panel(
+      "Checkpoint",
+      h("div", { class: "row" }, h("code", null, checkpoint.tinker_path), copyButton(checkpoint.tinker_path)),
+      facts([
+        ["Run", runLink(run.training_run_id)],
+        ["Base model", run.base_model],
+        ["LoRA rank", run.lora_rank],
+        [
+          "Kind",
+          { sampler: "for sampling", training: "training state", external: "export" }[checkpoint.checkpoint_type],
+        ],
+        ["Saved", ago(checkpoint.time)],
+        ["Size", bytes(checkpoint.size_bytes)],
+        ["Ends", checkpoint.expires_at ? ago(checkpoint.expires_at) : "never"],
+        ["Access", checkpoint.public ? badge("ok", "published") : "private"],
+      ]),
+      h("div", { "data-row": "actions" }, checkpointActions(checkpoint, changed, isOwn)),
+    ),
+    metadata.length > 0 && panel("Metadata", facts(metadata)),
+    panel(
+      "Use it",
+      uses(checkpoint).map(([what, command]) => [h("h3", null, what), commandBlock(command)]),
+    ),
+  ];
+}
+
+/** Commands and programs that take the checkpoint, from wherever they run. */
+function uses({ tinker_path: path, checkpoint_type: kind }) {
+  const command = (words) => `lorimer ${words} --base-url ${location.origin}`;
+  const download = ["Download the adapter", command(`checkpoint download ${path}`)];
+  if (kind === "external") return [download];
+  const service = `service = lorimer.ServiceClient(base_url="${location.origin}")`;
+  const [what, client] =
+    kind === "sampler"
+      ? ["Sample from it", `service.create_sampling_client(model_path="${path}")`]
+      : ["Go on training", `service.create_training_client_from_state_with_optimizer("${path}")`];
+  return [
+    [what, `import lorimer\n\n${service}\nclient = ${client}`],
+    ["Talk to it", command(`chat ${path}`)],
+    ["Merge it into its base model", command(`export ${path} --to merged`)],
+    download,
+  ];
+}
