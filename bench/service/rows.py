@@ -1,4 +1,4 @@
-"""What is measured: six loads, each against a server of its own.
+"""What is measured: seven loads, each against a server of its own.
 
 Every load counts what it got back: a request that was accepted and not answered, or answered wrongly, is lost.
 """
@@ -16,6 +16,7 @@ from bench.service.pollers import pollers
 from bench.service.sdk import sdk
 from bench.service.server import MODEL, Weight, allow_files
 from bench.service.setting import Bench, timed
+from bench.service.sweep import sweep
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import CreateRun, ForwardBackward, LoraConfig, TrainBatch
 from lorimer.engine.process import EngineProcess
@@ -155,7 +156,8 @@ async def clients(bench: Bench) -> list[Figure]:
     """
     sizes = bench.sizes
     figures: list[Figure] = []
-    for name, settings in {"all in memory": {"max_loaded_runs": sizes.num_clients}, "as configured": {}}.items():
+    loads: dict[str, dict[str, Any]] = {"all in memory": {"max_loaded_runs": sizes.num_clients}, "as configured": {}}
+    for name, settings in loads.items():
         async with bench.server(f"clients-{len(figures)}", **settings) as (server, pool):
             allow_files(2 * sizes.num_clients)
             runs = await asyncio.gather(*(new_client(pool) for _ in range(sizes.num_clients)))
@@ -290,7 +292,7 @@ async def repeat(call: Callable[[], Awaitable[object]], count: int) -> list[floa
 async def growth(bench: Bench) -> list[Figure]:
     """Train and sample for a long time, with short retention; weigh the processes and the directory now and then."""
     sizes = bench.sizes
-    settings = {
+    settings: dict[str, Any] = {
         "result_seconds_after_fetch": 1,
         "history_seconds": 5,
         "sweep_seconds": 0.5,
@@ -342,4 +344,5 @@ ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "waiting": waiting,
     "growth": growth,
     "sdk": sdk,
+    "sweep": sweep,
 }

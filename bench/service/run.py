@@ -7,6 +7,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.service.figures import Figure, table
 from bench.service.rows import ROWS
@@ -14,7 +15,7 @@ from bench.service.server import running_server
 from bench.service.setting import FULL, QUICK, Bench
 from bench.timing import say
 
-SHARED = {"gap_seconds": 3600, "result_seconds_after_fetch": 1, "sweep_seconds": 0.5}
+SHARED: dict[str, Any] = {"gap_seconds": 3600, "result_seconds_after_fetch": 1, "sweep_seconds": 0.5}
 """Settings of the one server of a quick run."""
 
 

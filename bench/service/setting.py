@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.service.http import HttpPool
-from bench.service.server import BenchServer, running_server
+from bench.service.server import MODEL, BenchServer, running_server
 from bench.timing import Progress
 
 
@@ -28,6 +28,10 @@ class Sizes:
     sdk_calls: int = 1000
     sdk_samples: int = 400
     sdk_rounds: int = 5
+    sweep_runs: int = 8
+    sweep_steps: int = 10
+    sweep_batch: int = 32
+    sweep_rounds: int = 3
 
 
 FULL = Sizes()
@@ -45,6 +49,10 @@ QUICK = Sizes(
     sdk_calls=20,
     sdk_samples=20,
     sdk_rounds=1,
+    sweep_runs=2,
+    sweep_steps=2,
+    sweep_batch=2,
+    sweep_rounds=1,
 )
 
 
@@ -60,13 +68,16 @@ class Bench:
     """One server for all rows, to save the time of starting several."""
 
     @asynccontextmanager
-    async def server(self, name: str, **settings: object) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
-        """A fresh server with an empty directory, or the shared one."""
+    async def server(
+        self, name: str, *, model: str = MODEL, **settings: object
+    ) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
+        """A fresh server of ``model`` with an empty directory, or the shared one, which has the usual model."""
         with ExitStack() as ending:
             server = self.shared
             if server is None:
                 self.progress(f"{name}: starting a server")
-                server = ending.enter_context(running_server(self.root / name, self.num_threads, **settings))
+                started = running_server(self.root / name, self.num_threads, model=model, **settings)
+                server = ending.enter_context(started)
             pool = HttpPool(server.host, server.port)
             ending.callback(pool.close)
             yield server, pool

@@ -20,7 +20,7 @@ def run(directory, name, resume_step=0, num_steps=3):
 
 
 def test_unknown_sinks_and_missing_packages_are_named(tmp_path, monkeypatch):
-    with pytest.raises(InvalidInput, match=r"no sink 'csv'; accepted are jsonl, console, mlflow, page"):
+    with pytest.raises(InvalidInput, match=r"no sink 'csv'; accepted are jsonl, console, server, mlflow, page"):
         open_sink("csv", tmp_path, config={})
     for package in ("tensorboard", "wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)

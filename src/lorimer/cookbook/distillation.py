@@ -20,7 +20,7 @@ from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_
 from lorimer.cookbook.completers import StopCondition, derive_seed
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.evaluation import Evaluator
-from lorimer.cookbook.logs import MetricLog, open_log, read_metrics
+from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
 from lorimer.cookbook.rl.advantages import discounted_future_sum
 from lorimer.cookbook.rl.datums import RolloutDatum
 from lorimer.cookbook.rl.metrics import sampler_trainer_metrics
@@ -160,7 +160,7 @@ class Config:
     """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
     save_every: int = 20
     keep: int | None = 1
-    sinks: Sequence[str] = ("jsonl", "console")
+    sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -200,6 +200,7 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
                 load_from=config.load_from,
                 seed=config.seed,
             )
+            log.follow(client)
             last = await _Loop(config, client, teacher, checkpoints, log).run(start)
     return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
 

@@ -10,13 +10,17 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from lorimer.cookbook.checkpoints import read_jsonl
 from lorimer.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from lorimer.client.training import TrainingClient
+
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
+DEFAULT_SINKS = ("jsonl", "console", "server")
 
 Metric = float | int | str
 Metrics = Mapping[str, Metric]
@@ -30,11 +34,24 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class FollowingSink(Sink, Protocol):
+    """One that needs to know the run."""
+
+    def follow(self, client: "TrainingClient") -> None: ...
+
+
 class MetricLog:
     """Hands metrics to every sink, in order of the steps."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+
+    def follow(self, client: "TrainingClient") -> None:
+        """The run that is trained from now on; the sink ``server`` reports to it."""
+        for sink in self._sinks:
+            if isinstance(sink, FollowingSink):
+                sink.follow(client)
 
     def log(self, metrics: Metrics, step: int) -> None:
         """All metrics of step number ``step``; the first step has number 0."""
@@ -61,11 +78,11 @@ def open_log(
     config: Mapping[str, Any],
     total_steps: int | None = None,
     resume_step: int = 0,
-    sinks: Sequence[str] = ("jsonl", "console"),
+    sinks: Sequence[str] = DEFAULT_SINKS,
 ) -> MetricLog:
     """The log of a run in ``directory``, which is made. ``config`` is what must not change when the run is resumed.
 
-    ``sinks`` are names: ``jsonl``, ``console``, and those of ``sinks.py``.
+    ``sinks`` are names: ``jsonl``, ``console``, ``server``, which begins with ``follow``, and those of ``sinks.py``.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,6 +104,10 @@ def _open_sink(
         from lorimer.cookbook.console import open_console
 
         return open_console(total_steps, resume_step)
+    if name == "server":
+        from lorimer.cookbook.reporting import ServerSink
+
+        return ServerSink()
     from lorimer.cookbook.sinks import open_sink
 
     return open_sink(name, directory, config=config, resume_step=resume_step)

@@ -2,7 +2,8 @@
 
 Both take pairs of examples of which one is better, and raise the margin between their scores through
 ``forward_backward_custom``. DPO scores an answer by how much likelier it has become than under the initial weights; a
-reward model scores a conversation by the logprob of its verdict. A run that is killed goes on as in ``supervised.py``.
+reward model scores a conversation by the logprob of its verdict. A run that is killed goes on as in ``supervised.py``,
+to the same bits: nothing is sampled, and the reference is computed step by step like the loss, by passes of its own.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import conversation_to_datum, num_tokens
 from lorimer.cookbook.evaluation import Evaluator, target_logprobs
-from lorimer.cookbook.logs import MetricLog, open_log, read_metrics
+from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
 from lorimer.cookbook.messages import Message, check_messages, text_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.schedules import Schedule, learning_rate
@@ -98,8 +99,16 @@ async def reward_async(sampling_client: SamplingClient, messages: Sequence[Messa
 async def score_all(sampling_client: SamplingClient, data: Sequence[Datum]) -> list[float]:
     """The weighted sum of each example's logprobs."""
     logprobs = await asyncio.gather(*(target_logprobs(sampling_client, datum) for datum in data))
-    weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
-    return [float((weight * one).sum()) for weight, one in zip(weights, logprobs, strict=True)]
+    scores: list[float] = weighted_sums(data, logprobs).tolist()
+    return scores
+
+
+def weighted_sums(data: Sequence[Datum], logprobs: Sequence[Any]) -> Any:
+    """A tensor with the weighted sum of each example's logprobs."""
+    import torch
+
+    weights = [torch.as_tensor(datum.loss_fn_inputs["weights"].to_numpy()) for datum in data]
+    return torch.stack([(weight * torch.as_tensor(one)).sum() for weight, one in zip(weights, logprobs, strict=True)])
 
 
 # ── the loss ──────────────────────────────────────────────────────────────────────────────────────────
@@ -114,8 +123,7 @@ def pairwise_loss(beta: float, reference: Sequence[float]) -> Callable[[list[Dat
     def loss_fn(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         import torch
 
-        weights = [torch.as_tensor(datum.loss_fn_inputs["weights"].to_numpy()) for datum in data]
-        sums = torch.stack([(weight * one).sum() for weight, one in zip(weights, logprobs, strict=True)])
+        sums = weighted_sums(data, logprobs)
         rewards = beta * (sums - torch.tensor(reference, dtype=sums.dtype))
         margins = rewards[0::2] - rewards[1::2]
         loss = -torch.nn.functional.logsigmoid(margins).mean()
@@ -167,7 +175,7 @@ class Config:
     """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
     save_every: int = 0
     keep: int | None = 1
-    sinks: Sequence[str] = ("jsonl", "console")
+    sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run is resumed: what the dataset was made from."""
 
@@ -212,12 +220,22 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
                 load_from=config.load_from,
                 seed=config.seed,
             )
-            reference = None
-            if config.kind == "dpo":
-                base_model = None if config.load_from else config.base_model
-                reference = await service.create_sampling_client_async(config.load_from, base_model=base_model)
+            reference = await _open_reference(config, service) if config.kind == "dpo" else None
+            log.follow(client)
             last = await _Loop(config, client, checkpoints, log, reference).run(start)
     return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
+
+
+async def _open_reference(config: Config, service: ServiceClient) -> TrainingClient:
+    """The weights that the run begins with, as a run that nobody trains.
+
+    A sampler would do, but it computes what has just arrived together, so its rounding depends on when that was.
+    """
+    metadata = {"role": "reference of DPO"}
+    if config.load_from is not None:
+        return await service.create_training_client_from_state_async(config.load_from, user_metadata=metadata)
+    # A new adapter changes nothing, whatever its rank.
+    return await service.create_lora_training_client_async(config.base_model, rank=1, user_metadata=metadata)
 
 
 Passed = tuple[APIFuture[types.ForwardBackwardOutput], APIFuture[types.OptimStepResponse]]
@@ -230,14 +248,18 @@ class _Loop:
         client: TrainingClient,
         checkpoints: Checkpoints,
         log: MetricLog,
-        reference: SamplingClient | None,
+        reference: TrainingClient | None,
     ) -> None:
         self._config, self._client, self._checkpoints, self._log = config, client, checkpoints, log
         self._reference = reference
-        self._known: dict[Pair, list[float]] = {}
+        self._of_test_pairs: list[float] | None = None
 
     async def run(self, start: int) -> Checkpoint:
-        """A step is logged after the next one's forward pass was submitted; the server does not wait for this side."""
+        """A step is logged after the next one's forward pass was submitted; the server does not wait for this side.
+
+        The reference of the next step is computed beside a backward pass, never beside a forward pass, which would
+        become one pass with it or not, by chance, and be rounded otherwise.
+        """
         config, total = self._config, self._config.num_steps
         finish: Callable[[], Awaitable[None]] | None = None
         scored = asyncio.create_task(self._score(start))
@@ -247,12 +269,12 @@ class _Loop:
                 save = None
                 if config.save_every and number > start and number % config.save_every == 0:
                     save = self._checkpoints.begin_save(self._client, number)
-                evaluated = await self._evaluate() if config.eval_every and number % config.eval_every == 0 else {}
                 pairs, reference = await scored
-                scored = asyncio.create_task(self._score(number + 1))  # while the server trains
+                evaluated = await self._evaluate() if config.eval_every and number % config.eval_every == 0 else {}
                 loss = pairwise_loss(config.beta, reference)
                 passed = await self._client.forward_backward_custom_async(_flat(pairs), loss)
                 optimised = self._client.optim_step(types.AdamParams(learning_rate=self._rate(number)))
+                scored = asyncio.create_task(self._score(number + 1))
                 if finish is not None:
                     await finish()
                 if save is not None:
@@ -272,15 +294,14 @@ class _Loop:
         if number >= self._config.num_steps:
             return [], []
         pairs = self._config.dataset.get_batch(number)
-        return pairs, await self._reference_of(pairs)
+        return pairs, await self._reference_of(_flat(pairs))
 
-    async def _reference_of(self, pairs: Sequence[Pair]) -> list[float]:
+    async def _reference_of(self, data: list[Datum]) -> list[float]:
         if self._reference is None:
-            return [0.0] * (2 * len(pairs))
-        new = [pair for pair in pairs if pair not in self._known]
-        scores = await score_all(self._reference, _flat(new))
-        self._known |= {pair: scores[2 * place : 2 * place + 2] for place, pair in enumerate(new)}
-        return [score for pair in pairs for score in self._known[pair]]
+            return [0.0] * len(data)
+        output = await self._reference.forward(data, "cross_entropy")
+        scores: list[float] = weighted_sums(data, _logprobs(output)).tolist()
+        return scores
 
     def _finisher(
         self, number: int, begun: float, pairs: Sequence[Pair], evaluated: dict[str, float], passed: Passed
@@ -305,15 +326,13 @@ class _Loop:
         return learning_rate(config.schedule, number, config.num_steps, config.learning_rate, config.warmup_steps)
 
     async def _evaluate(self) -> dict[str, float]:
-        import torch
-
         metrics: dict[str, float] = {}
         if pairs := list(self._config.test_pairs):
             data = _flat(pairs)
-            output = self._client.forward(data, "cross_entropy")
-            reference = await self._reference_of(pairs)
-            logprobs = [torch.as_tensor(one["logprobs"].to_numpy()) for one in (await output).loss_fn_outputs]
-            found = pairwise_loss(self._config.beta, reference)(data, logprobs)[1]
+            if self._of_test_pairs is None:
+                self._of_test_pairs = await self._reference_of(data)
+            output = await self._client.forward(data, "cross_entropy")
+            found = pairwise_loss(self._config.beta, self._of_test_pairs)(data, _logprobs(output))[1]
             metrics = {f"test/{name}": value for name, value in found.items()}
         if self._config.evaluators:
             client = await self._client.save_weights_and_get_sampling_client_async()
@@ -324,3 +343,7 @@ class _Loop:
 
 def _flat(pairs: Sequence[Pair]) -> list[Datum]:
     return [datum for pair in pairs for datum in (pair.chosen, pair.rejected)]
+
+
+def _logprobs(output: types.ForwardBackwardOutput) -> list[Any]:
+    return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]

@@ -1,4 +1,4 @@
-"""Sinks of metrics besides ``metrics.jsonl`` and the console: trackers of other projects, and a page of curves.
+"""Sinks of metrics besides those of ``logs.py``: trackers of other projects, and a page of curves.
 
 Each is chosen by its name in ``sinks=("jsonl", "console", "tensorboard")``. The packages are loaded when they are asked
 for; one that is missing is named with the command that installs it. A resumed run goes on in its own place.
@@ -28,7 +28,8 @@ RUN_FILE = "tracked_run.json"
 def open_sink(name: str, directory: Path | str, *, config: Mapping[str, Any], resume_step: int = 0) -> Sink:
     """The sink of that name for the run in ``directory``."""
     if name not in SINKS:
-        raise InvalidInput(f"there is no sink {name!r}; accepted are jsonl, console, {', '.join(sorted(SINKS))}")
+        accepted = ", ".join(["jsonl", "console", "server", *sorted(SINKS)])
+        raise InvalidInput(f"there is no sink {name!r}; accepted are {accepted}")
     return SINKS[name](Path(directory), config, resume_step)
 
 

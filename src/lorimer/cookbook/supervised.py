@@ -1,7 +1,8 @@
 """Supervised training: a loop that keeps the server busy, measures on the way, and can be interrupted.
 
 The next step is submitted before the last one's result is there. Everything of step ``n`` is decided by ``n`` and the
-configuration, and checkpoints fall between steps, so a run that is killed and started again ends as if it had not been.
+configuration, and checkpoints fall between steps, so a run that is killed and started again ends as if it had not been,
+to the bit where nobody else trains on the server meanwhile: passes are shared, and rounding depends on their size.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingCli
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import mean_nll, num_tokens
-from lorimer.cookbook.logs import MetricLog, open_log, read_metrics
+from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
 from lorimer.cookbook.schedules import Schedule, learning_rate
 from lorimer.cookbook.service import open_service
 from lorimer.errors import InvalidInput
@@ -47,7 +48,7 @@ class Config:
     load_from: str | None = None
     """A checkpoint whose weights the run begins with."""
     batches_per_step: int = 1
-    """Batches whose gradients are added up before the optimiser's step."""
+    """Batches whose gradients are added up before the optimiser's step; the server cuts them as its memory asks."""
     max_steps: int | None = None
     """Stop after so many steps, although the dataset has more."""
     beta1: float = 0.9
@@ -68,7 +69,7 @@ class Config:
     """How many checkpoints stay on the server; ``None`` keeps all."""
     submit_ahead: int = 1
     """Steps that are submitted before the result of the one before them is there."""
-    sinks: Sequence[str] = ("jsonl", "console")
+    sinks: Sequence[str] = DEFAULT_SINKS
     user_metadata: dict[str, str] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run is resumed: what the dataset was made from."""
@@ -106,8 +107,8 @@ class _Step:
 
     number: int
     begun: float
-    data: list[list[Datum]]
-    passes: list[APIFuture[types.ForwardBackwardOutput]]
+    data: list[Datum]
+    passed: APIFuture[types.ForwardBackwardOutput]
     optimised: APIFuture[types.OptimStepResponse]
     save: Callable[[], Awaitable[Checkpoint]] | None
     evaluation: "asyncio.Task[dict[str, float]] | None"
@@ -143,6 +144,7 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
             train_unembed=config.train_unembed,
             user_metadata=config.user_metadata,
         )
+        log.follow(client)
         checkpoint = await _Loop(config, client, checkpoints, log).run(start)
     return Result(checkpoint, _last_metrics(config))
 
@@ -187,8 +189,10 @@ class _Loop:
         evaluates = config.eval_every and number % config.eval_every == 0
         evaluation = await self._evaluate() if evaluates else None
         first = number * config.batches_per_step
-        data = [config.dataset.get_batch(index) for index in range(first, first + config.batches_per_step)]
-        passes = [self._client.forward_backward(batch, "cross_entropy") for batch in data]
+        batches = range(first, first + config.batches_per_step)
+        # One call: of several, those that wait together become one pass, and its size decides how it is rounded.
+        data = [datum for index in batches for datum in config.dataset.get_batch(index)]
+        passed = self._client.forward_backward(data, "cross_entropy")
         optimised = self._client.optim_step(
             types.AdamParams(
                 learning_rate=self._rate(number),
@@ -199,23 +203,21 @@ class _Loop:
                 grad_clip_norm=config.grad_clip_norm,
             )
         )
-        return _Step(number, begun, data, passes, optimised, save, evaluation)
+        return _Step(number, begun, data, passed, optimised, save, evaluation)
 
     async def _finish(self, step: _Step) -> None:
         if step.save is not None:
             await step.save()
         evaluated = await step.evaluation if step.evaluation is not None else {}
-        outputs = [await output for output in step.passes]
+        logprobs = [item["logprobs"].to_numpy() for item in (await step.passed).loss_fn_outputs]
         optimised = await step.optimised
-        data = [datum for batch in step.data for datum in batch]
-        logprobs = [item["logprobs"].to_numpy() for output in outputs for item in output.loss_fn_outputs]
         now = time.monotonic()
         metrics: dict[str, float | int | str] = {
-            "train/nll": mean_nll(data, logprobs),
+            "train/nll": mean_nll(step.data, logprobs),
             **evaluated,
             "learning_rate": self._rate(step.number),
-            "num_tokens": num_tokens(data),
-            "num_examples": len(data),
+            "num_tokens": num_tokens(step.data),
+            "num_examples": len(step.data),
             **{f"optim/{name}": value for name, value in (optimised.metrics or {}).items()},
             "time/step_seconds": now - self._logged,
             "time/latency_seconds": now - step.begun,

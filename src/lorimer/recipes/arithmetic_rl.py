@@ -10,18 +10,22 @@ directory has the curve; docs/rl.md has the figures.
 import asyncio
 import hashlib
 import random
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.evaluation import accuracy, exact_match
+from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl import training
-from lorimer.cookbook.rl.envs import RLDataset
-from lorimer.cookbook.rl.problems import ProblemDataset
-from lorimer.recipes.rl_basic import Sum, SumEnv
+from lorimer.cookbook.rl.problems import question_dataset
+from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.recipes.sl_basic import rows
+from lorimer.recipes.sl_loop import Sum
 
 NUM_TEST = 200
+MAX_TOKENS = 8
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -47,39 +51,41 @@ def main(
     warmup_steps: int = 8,
     loss_fn: Annotated[str, typer.Option(help="importance_sampling, ppo, cispo or gspo")] = "importance_sampling",
     eval_every: int = 20,
+    num_questions: Annotated[int, typer.Option(help="sums to measure with, at most 200")] = NUM_TEST,
     seed: int = 0,
 ) -> None:
-    def make_datasets(renderer: Renderer) -> tuple[RLDataset, RLDataset]:
-        def make_env(numbers: Sum) -> SumEnv:
-            return SumEnv(renderer, numbers)
-
-        train_sums, test_sums = split_sums()
-        return (
-            ProblemDataset(train_sums, make_env, batch_size=batch_size, group_size=group_size, seed=seed),
-            ProblemDataset(test_sums, make_env, batch_size=NUM_TEST, group_size=1),
+    learned, held_out = (rows(pairs) for pairs in split_sums())
+    with open_service(model, base_url) as service:
+        measure = partial(
+            accuracy, held_out[:num_questions], get_renderer("auto", get_tokenizer(service, model)), exact_match()
         )
-
-    config = training.Config(
-        base_model=model,
-        base_url=base_url,
-        dataset_builder=make_datasets,
-        log_dir=log_dir or Path(f"runs/arithmetic_rl_{seed}"),
-        learning_rate=learning_rate,
-        lr_schedule="linear",
-        warmup_steps=warmup_steps,
-        loss_fn=loss_fn,  # type: ignore[arg-type]
-        rank=16,
-        max_tokens=8,
-        num_steps=steps,
-        num_minibatches=2,
-        eval_every=eval_every,
-        eval_temperature=1.0,
-        save_every=20,
-        seed=seed,
-        notes={"batch_size": batch_size, "group_size": group_size},
-    )
-    result = asyncio.run(training.train(config))
-    print(f"right answers to {NUM_TEST} sums never seen: {result.metrics.get('test/correct', 0.0):.1%}")
+        config = training.Config(
+            base_model=model,
+            dataset_builder=lambda renderer: (
+                question_dataset(
+                    learned, renderer, exact_match(), batch_size=batch_size, group_size=group_size, seed=seed
+                ),
+                None,
+            ),
+            log_dir=log_dir or Path(f"runs/arithmetic_rl_{seed}"),
+            learning_rate=learning_rate,
+            lr_schedule="linear",
+            warmup_steps=warmup_steps,
+            loss_fn=loss_fn,  # type: ignore[arg-type]
+            rank=16,
+            max_tokens=MAX_TOKENS,
+            num_steps=steps,
+            evaluators=[
+                measure(max_tokens=MAX_TOKENS, name="greedy"),
+                measure(max_tokens=MAX_TOKENS, name="sampled", temperature=1.0, num_samples=4),
+            ],
+            eval_every=eval_every or steps,
+            seed=seed,
+            notes={"batch_size": batch_size, "group_size": group_size},
+        )
+        result = asyncio.run(training.train(config, service))
+    shares = [f"{name} {result.metrics[f'{name}/accuracy']:.1%}" for name in ("greedy", "sampled")]
+    print(f"right answers to {num_questions} sums never seen: {', '.join(shares)}")
     print(f"trained: {result.sampler_path}")
 
 

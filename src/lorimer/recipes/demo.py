@@ -18,20 +18,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lorimer import Datum, SamplingClient, ServiceClient
+from lorimer import SamplingClient, ServiceClient
 from lorimer.cookbook import supervised
 from lorimer.cookbook.completers import TinkerMessageCompleter
-from lorimer.cookbook.datasets import ShuffledDataset
-from lorimer.cookbook.datums import conversation_to_datum
+from lorimer.cookbook.datasets import chat_dataset
+from lorimer.cookbook.evaluation import exact_match
 from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.plots import draw_png, read_charts
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.envs import RLDataset
-from lorimer.cookbook.rl.problems import ProblemDataset
+from lorimer.cookbook.rl.problems import question_dataset
 from lorimer.cookbook.service import get_tokenizer, open_service
 from lorimer.recipes.arithmetic_rl import split_sums
-from lorimer.recipes.rl_basic import Sum, SumEnv
+from lorimer.recipes.sl_basic import rows
+from lorimer.types import ParsedCheckpointTinkerPath
 
 NUM_SHOWN = 6
 MAX_TOKENS = 8
@@ -73,7 +74,10 @@ class Demo:
 
     async def run(self, service: ServiceClient, supervised_steps: int, rl_steps: int) -> None:
         say = self.console.print
-        say(f"[bold]{self.model}[/bold] learns to add. Its runs are kept in {self.directory}")
+        connection = service.holder.connection
+        say(f"[bold]{self.model}[/bold] learns to add. Its runs are kept in {self.directory}", soft_wrap=True)
+        if not connection.is_local:
+            say(f"watch it at {connection.console_url('runs')}", soft_wrap=True)
         renderer = get_renderer("auto", await asyncio.to_thread(get_tokenizer, service, self.model))
         base = await service.create_sampling_client_async(base_model=self.model)
         before = await self.answers(base, renderer)
@@ -97,6 +101,9 @@ class Demo:
             title=f"{self.model} learns to add by trying",
         )
         say(f"\ncurves      {picture}")
+        if not connection.is_local:
+            run_id = ParsedCheckpointTinkerPath.from_tinker_path(trained.sampler_path).training_run_id
+            say(f"console     {connection.console_url('runs', run_id)}", soft_wrap=True)
         say(f"checkpoint  {trained.sampler_path}", soft_wrap=True)
         say(f"talk to it  lorimer chat {trained.sampler_path}", soft_wrap=True)
 
@@ -107,15 +114,10 @@ class Demo:
         return [text_of(message).strip() for message in await asyncio.gather(*map(complete, asked))]
 
     def supervised_config(self, renderer: Renderer, steps: int) -> supervised.Config:
-        def convert(numbers: Sum) -> list[Datum]:
-            question: Message = {"role": "user", "content": f"What is {numbers[0]} + {numbers[1]}?"}
-            answer: Message = {"role": "assistant", "content": str(sum(numbers))}
-            return [conversation_to_datum([question, answer], renderer)]
-
         return supervised.Config(
             log_dir=self.directory / "supervised",
             base_model=self.model,
-            dataset=ShuffledDataset(self.sums, 2 * self.batch_size, convert=convert, seed=self.seed),
+            dataset=chat_dataset(rows(self.sums), renderer, batch_size=2 * self.batch_size, seed=self.seed),
             learning_rate=4e-3,
             rank=RANK,
             seed=self.seed,
@@ -124,15 +126,8 @@ class Demo:
 
     def rl_config(self, state_path: str, steps: int) -> training.Config:
         def make_datasets(renderer: Renderer) -> tuple[RLDataset, None]:
-            def make_env(numbers: Sum) -> SumEnv:
-                return SumEnv(renderer, numbers)
-
-            return (
-                ProblemDataset(
-                    self.sums, make_env, batch_size=self.batch_size, group_size=self.group_size, seed=self.seed
-                ),
-                None,
-            )
+            sizes = {"batch_size": self.batch_size, "group_size": self.group_size}
+            return question_dataset(rows(self.sums), renderer, exact_match(), seed=self.seed, **sizes), None
 
         return training.Config(
             base_model=self.model,
@@ -145,8 +140,7 @@ class Demo:
             rank=RANK,
             max_tokens=MAX_TOKENS,
             num_steps=steps,
-            num_minibatches=2,
-            sinks=("jsonl", "console", "page"),
+            sinks=("jsonl", "console", "server", "page"),
             seed=self.seed,
         )
 

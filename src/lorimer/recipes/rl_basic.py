@@ -1,68 +1,44 @@
-"""Reinforcement learning on the cookbook's abstractions: the task of ``rl_loop`` in an environment and a config.
+"""Reinforcement learning on the cookbook: the sums of `sl_basic`, but nobody shows an answer.
 
     python -m lorimer.recipes.rl_basic
 
-The environment asks and grades; sampling, advantages, updates, metrics, checkpoints and resuming are the library's. On
-lorimer/tiny the share of right answers (``env/all/correct``) begins at 0.2; `arithmetic_rl` measures what it comes to.
+The same rows and the same grader become a dataset of tries; sampling, advantages, updates and checkpoints are the
+library's. lorimer/tiny, 170 s of processor time on 2 virtual cores without bfloat16: right held-out sums 35 % to 86 %.
 """
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.evaluation import exact_match
 from lorimer.cookbook.rl import training
-from lorimer.cookbook.rl.envs import RLDataset
-from lorimer.cookbook.rl.problems import ProblemDataset, ProblemEnv
-
-Sum = tuple[int, int]
-
-
-class SumEnv(ProblemEnv):
-    def __init__(self, renderer: Renderer, numbers: Sum) -> None:
-        super().__init__(renderer)
-        self.a, self.b = numbers
-
-    def get_question(self) -> str:
-        return f"What is {self.a} + {self.b}?"
-
-    def check_answer(self, sample_str: str) -> bool:
-        return sample_str.strip() == str(self.a + self.b)
+from lorimer.cookbook.rl.problems import question_dataset
+from lorimer.recipes.sl_basic import rows
+from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 
 
 def main(
-    model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
-    log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/rl_basic"),
-    steps: int = 40,
-    batch_size: Annotated[int, typer.Option(help="sums in a step")] = 16,
-    group_size: Annotated[int, typer.Option(help="answers to each sum")] = 16,
-    learning_rate: float = 3e-3,
-    seed: int = 0,
+    model: str = "lorimer/tiny", base_url: str | None = None, log_dir: Path = Path("runs/rl_basic"), steps: int = 80
 ) -> None:
-    def make_datasets(renderer: Renderer) -> tuple[RLDataset, None]:
-        sums = [(a, b) for a in range(100) for b in range(100)]
-        make_env = lambda numbers: SumEnv(renderer, numbers)  # noqa: E731
-        return ProblemDataset(sums, make_env, batch_size=batch_size, group_size=group_size, seed=seed), None
-
     config = training.Config(
         base_model=model,
         base_url=base_url,
-        dataset_builder=make_datasets,
+        dataset_builder=lambda renderer: (
+            question_dataset(rows(TRAINING), renderer, exact_match(), batch_size=32, group_size=8),
+            question_dataset(rows(HELD_OUT), renderer, exact_match(), batch_size=100),
+        ),
         log_dir=log_dir,
-        learning_rate=learning_rate,
+        learning_rate=4e-3,
         lr_schedule="linear",
-        rank=16,
+        warmup_steps=8,
         max_tokens=8,
         num_steps=steps,
+        eval_every=steps,
         save_every=10,
-        seed=seed,
-        notes={"batch_size": batch_size, "group_size": group_size},
     )
     result = asyncio.run(training.train(config))
-    print(f"trained: {result.sampler_path}")
+    print(f"held-out sums that are right: {result.metrics['test/correct']:.0%}; trained: {result.sampler_path}")
 
 
 if __name__ == "__main__":

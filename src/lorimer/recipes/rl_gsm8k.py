@@ -6,23 +6,30 @@
 A line of the data is `{"question": "...", "answer": "... #### 42"}`. The grader is any function `grade(reply, answer)`
 that returns a number, named as `module:function`; it runs in processes of its own, so it may be slow or fail. The
 reference of the trained model, a `tinker://` path, is printed and written to the output file, which the other GSM8K
-recipes read. A few steps were run, on lorimer/tiny; what a whole run reaches is not known yet.
+recipes read. lorimer/tiny has not learned by it yet: with `--sft-steps 60` it gets 46 % of 100 held-out generated
+problems right greedily and 13 % sampled, too few to learn from. 40 steps at the rate that is taken without another then
+bring 46 % down to 4 %; at 2.5e-4, with 24 problems in a step, the sampled share stays where it was for 24 steps.
 """
 
 import asyncio
+import random
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lorimer.cookbook.datasets import load_rows, split_off
+from lorimer import Datum, ServiceClient
+from lorimer.cookbook import supervised
+from lorimer.cookbook.datasets import GeneratedDataset, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.logs import write_atomically
-from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.envs import RLDataset
 from lorimer.cookbook.rl.graders import GraderPool
 from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset
+from lorimer.cookbook.service import get_tokenizer, open_service
 from lorimer.cookbook.word_problems import generate_problems
 from lorimer.errors import InvalidInput
 
@@ -40,6 +47,10 @@ def find_rows(data: str | None, seed: int) -> list[Any]:
         return generate_problems(4000, seed)
 
 
+def draw_example(renderer: Renderer, rows: list[Any], rng: random.Random) -> list[Datum]:
+    return datum_maker(renderer, reduction="sum")(rng.choice(rows))
+
+
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
@@ -51,6 +62,7 @@ def main(
         str, typer.Option(help="module:function of (reply, answer)")
     ] = "lorimer.cookbook.gsm8k:is_correct",
     start_from: Annotated[Path | None, typer.Option(help="file with the reference of a model to begin with")] = None,
+    sft_steps: Annotated[int, typer.Option(help="without one, steps of reading worked answers first")] = 0,
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("rl_model.txt"),
     learning_rate: Annotated[float | None, typer.Option(help="without one a quarter of the LoRA rule's")] = None,
     rank: int = 32,
@@ -69,14 +81,26 @@ def main(
     grader_seconds: float = 10.0,
     seed: int = 0,
 ) -> None:
+    recommended = lora_learning_rate(model)
     if learning_rate is None:
-        recommended = lora_learning_rate(model)
         learning_rate = recommended.value / 4
         print(f"{recommended}. A quarter of it is taken: rewards teach with more noise than examples")
     rows, held_out = split_off(find_rows(data, seed), num_held_out, seed)
-    reference = start_from.read_text().strip() if start_from else None
 
-    async def run() -> training.Result:
+    async def run(service: ServiceClient) -> training.Result:
+        reference = start_from.read_text().strip() if start_from else None
+        if reference is None and sft_steps:
+            renderer = get_renderer("auto", get_tokenizer(service, model))
+            sft = supervised.Config(
+                log_dir=log_dir / "sft",
+                base_model=model,
+                dataset=GeneratedDataset(partial(draw_example, renderer, rows), 32, sft_steps, seed=seed),
+                learning_rate=recommended.value,
+                rank=rank,
+                seed=seed,
+                notes={"data": data},
+            )
+            reference = (await supervised.train(sft, service)).checkpoint.sampler_path
         async with GraderPool(grader, num_workers=grader_workers, timeout_seconds=grader_seconds) as graders:
 
             def make_datasets(renderer: Renderer) -> tuple[RLDataset, RLDataset]:
@@ -93,11 +117,12 @@ def main(
 
             config = training.Config(
                 base_model=model,
-                base_url=base_url,
                 dataset_builder=make_datasets,
                 log_dir=log_dir,
                 load_from=reference,
                 learning_rate=learning_rate,
+                lr_schedule="linear",
+                warmup_steps=min(5, steps // 4),
                 rank=rank,
                 max_tokens=max_tokens,
                 num_steps=steps,
@@ -111,9 +136,10 @@ def main(
                 seed=seed,
                 notes={"data": data, "suffix": suffix, "batch_size": batch_size, "group_size": group_size},
             )
-            return await training.train(config)
+            return await training.train(config, service)
 
-    result = asyncio.run(run())
+    with open_service(model, base_url) as service:
+        result = asyncio.run(run(service))
     write_atomically(output, result.sampler_path + "\n")
     print(f"right of {num_held_out} held-out problems: {result.metrics.get('test/correct', 0.0):.1%}")
     print(f"model: {result.sampler_path} (in {output})")

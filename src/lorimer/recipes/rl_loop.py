@@ -2,9 +2,10 @@
 
     python -m lorimer.recipes.rl_loop
 
-Each step samples 16 answers to each of 16 sums, rewards the right ones, and makes answers that did better than the
-others of their sum more likely. On lorimer/tiny the share of right answers begins at 0.2; `arithmetic_rl` is the same
-task with 80 steps and measures it. Start it again after an interruption and it goes on where it was saved.
+Each step samples 8 answers to each of 32 sums, rewards the right ones, and makes answers that did better than the
+others of their sum more likely. On lorimer/tiny about a quarter of the answers are right in the first five steps. The
+task, the rates and the sizes are those of `rl_basic`, where it is more than a half in the last five. Start it again
+after an interruption and it goes on where it was saved.
 
 P: sums of a step, G: answers to one sum.
 """
@@ -24,10 +25,10 @@ def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/rl_loop"),
-    steps: int = 40,
-    batch_size: Annotated[int, typer.Option(help="sums in a step")] = 16,
-    group_size: Annotated[int, typer.Option(help="answers to each sum")] = 16,
-    learning_rate: float = 3e-3,
+    steps: int = 80,
+    batch_size: Annotated[int, typer.Option(help="sums in a step")] = 32,
+    group_size: Annotated[int, typer.Option(help="answers to each sum")] = 8,
+    learning_rate: float = 4e-3,
     rank: int = 16,
     save_every: int = 10,
     seed: int = 0,
@@ -72,7 +73,9 @@ def main(
         # Learn.
         if data:
             trainer.forward_backward(data, "importance_sampling")
-            trainer.optim_step(types.AdamParams(learning_rate=learning_rate * (1 - step / steps))).result()
+            # The rate rises first: the first steps of Adam are long, and these answers are few to step so far on.
+            rate = learning_rate * min((step + 1) / 9, 1 - step / steps)
+            trainer.optim_step(types.AdamParams(learning_rate=rate)).result()
         state["rewards"].append(sum(mean_rewards_P) / batch_size)
         print(f"step {step + 1}/{steps}  reward {state['rewards'][-1]:.3f}  answers learned from {len(data)}")
 
@@ -83,7 +86,9 @@ def main(
             part.write_text(json.dumps(state))
             part.replace(state_file)
 
-    print(f"saved as {state.get('path')}")
+    first, last = (sum(rewards) / len(rewards) for rewards in (state["rewards"][:5], state["rewards"][-5:]))
+    print(f"right answers in the first five steps {first:.0%}, in the last five {last:.0%}")
+    print(f"saved as {state['path']}")
 
 
 def prompt_tokens(tokenizer: Any, a: int, b: int) -> list[int]:

@@ -2,10 +2,8 @@
 
     python -m lorimer.recipes.sl_basic
 
-A renderer turns messages into tokens, a dataset gives the batch of each step, an evaluator measures, and
-`supervised.train` does the rest: it keeps the server busy, logs, saves, and goes on where it was when killed.
-With lorimer/tiny in this process: 48 seconds of processor time on an AMD EPYC, two cores and no GPU; 35 % of the
-held-out sums are right before it and 99 % after it.
+A renderer turns messages into tokens, an evaluator measures, `supervised.train` does the rest. With lorimer/tiny: 48
+seconds of processor time on 2 virtual cores without bfloat16; right held-out sums 35 % before it and 99 % after it.
 """
 
 import asyncio
@@ -30,29 +28,26 @@ def main(
     base_url: str | None = None,
     log_dir: Path = Path("runs/sl_basic"),
     learning_rate: float = 4e-3,
-    rank: int = 16,
     steps: int = 60,
     batch_size: int = 64,
     every: int = 20,
-    num_questions: int = 100,
     seed: int = 0,
 ) -> None:
     with open_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
-        held_out = rows(HELD_OUT[:num_questions])
         config = supervised.Config(
             log_dir=log_dir,
             base_model=model,
             dataset=chat_dataset(rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
             max_steps=steps,
             learning_rate=learning_rate,
-            rank=rank,
+            rank=16,
             seed=seed,
-            test_data=[datum for row in held_out for datum in datum_maker(renderer)(row)],
-            evaluators=[accuracy(held_out, renderer, exact_match(), max_tokens=8)],
+            test_data=[datum for row in rows(HELD_OUT) for datum in datum_maker(renderer)(row)],
+            evaluators=[accuracy(rows(HELD_OUT), renderer, exact_match(), max_tokens=8)],
             eval_every=every,
             save_every=every,
-            notes={"batch_size": batch_size, "num_questions": num_questions},
+            notes={"batch_size": batch_size},
         )
         result = asyncio.run(supervised.train(config, service))
     print(f"held-out accuracy {result.metrics['test/accuracy']:.0%}; checkpoint: {result.checkpoint.sampler_path}")

@@ -1,12 +1,15 @@
 """From turns to training data: what is merged, and which token gets what."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lorimer.cookbook.completers import TokensWithLogprobs
-from lorimer.cookbook.rl.datums import assemble_training_data, trajectory_to_data
+from lorimer.cookbook.rl.datums import assemble_training_data, merge_equal, trajectory_to_data
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup, Transition
-from lorimer.types import ModelInput
+from lorimer.types import AdamParams, ModelInput
+from tests.cookbook.rl.episodes import MODEL
 
 
 def turn(prompt: list[int], tokens: list[int], reward: float = 0.0) -> Transition:
@@ -64,3 +67,38 @@ def test_each_trajectory_has_the_advantage_of_its_own():
     group = TrajectoryGroup([trajectory(turn([1], [2])), trajectory(turn([1], [3]))], [1.0, 0.0], [{}, {}])
     data = assemble_training_data([group], [np.array([0.5, -0.5])])
     assert [datum.advantages.tolist() for datum in data] == [[0.5], [-0.5]]
+
+
+def test_what_a_group_said_alike_is_one_datum_of_the_same_weight():
+    said = [[2, 4], [3, 4], [2, 4], [2, 4], [3, 4]]
+    group = TrajectoryGroup([trajectory(turn([1], tokens)) for tokens in said], [0.0] * 5, [{}] * 5)
+    data = assemble_training_data([group, group], [np.array([0.5, -1.0, 0.5, -0.25, -1.0])] * 2)
+    found = [(datum.tokens.tolist(), datum.advantages.tolist(), datum.count) for datum in data]
+    assert found == 2 * [([1, 2, 4], [1.0, 1.0], 2), ([1, 3, 4], [-2.0, -2.0], 2), ([1, 2, 4], [-0.25, -0.25], 1)]
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_one_datum_for_equal_ones_has_their_gradient(loss_fn, service):
+    """Off-policy by a tenth of a nat: within the bounds of the losses, and not where every ratio is 1."""
+    (often,) = trajectory_to_data(trajectory(turn([1, 30], [20, 21])), 0.5)
+    (once,) = trajectory_to_data(trajectory(turn([1, 30], [22, 23])), -1.5)
+    changed = []
+    for merge in (list, merge_equal):
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+
+        def logprobs(data, of=client):
+            output = of.forward([datum.to_datum("importance_sampling") for datum in data], "importance_sampling")
+            return [found["logprobs"].to_numpy() for found in output.result().loss_fn_outputs]
+
+        before = logprobs([often, once])
+        sampled = [
+            replace(datum, logprobs=(found - 0.1) * datum.mask)
+            for datum, found in zip([often, once], before, strict=True)
+        ]
+        data = merge([sampled[0], sampled[1], sampled[0], sampled[0]])
+        client.forward_backward([datum.to_datum(loss_fn) for datum in data], loss_fn)
+        # With so large an epsilon a step is as long as the gradient.
+        client.optim_step(AdamParams(learning_rate=1.0, eps=10.0)).result()
+        changed.append(np.concatenate(logprobs([often, once])) - np.concatenate(before))
+    assert np.abs(changed[0]).max() > 0.01
+    np.testing.assert_allclose(changed[0], changed[1], rtol=1e-3, atol=1e-5)

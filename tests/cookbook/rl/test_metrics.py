@@ -1,5 +1,7 @@
 """Metrics of rollouts and updates against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,10 @@ def test_difference_between_sampler_and_trainer_counts_sampled_tokens_only():
     assert metrics["optim/kl_sample_train_v1"] == pytest.approx((0.2 - 0.4) / 2)
     assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * (0.04 + 0.16) / 2)
     assert metrics["optim/entropy"] == pytest.approx(2.0)
+    data[1] = replace(data[1], count=3)
+    metrics = sampler_trainer_metrics(data, [np.array([-9.0, -1.2]), np.array([-2.6])])
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx((0.2 - 3 * 0.4) / 4)
+    assert metrics["optim/entropy"] == pytest.approx((1 + 3 * 3) / 4)
     assert sampler_trainer_metrics([], []) == {}
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from lorimer.cookbook.evaluation import exact_match
 from lorimer.cookbook.rl.envs import Env
 from lorimer.cookbook.rl.graders import GraderPool
-from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset
+from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset, question_dataset
 from lorimer.errors import InvalidInput
 from tests.cookbook.rl.episodes import SumEnv, tiny_renderer
 
@@ -69,6 +70,22 @@ def test_dataset_order_depends_on_seed_and_epoch_alone():
     assert epochs[0] != epochs[1]
     assert items(make(0), 4) == items(dataset, 4)
     assert items(make(1), 4) != items(dataset, 4)
+
+
+async def test_question_dataset_asks_rows_and_grades_replies():
+    rows = [{"question": f"Say {n}.", "answer": str(n)} for n in range(6)]
+    dataset = question_dataset(rows, RENDERER, exact_match(), batch_size=3, group_size=2, seed=1)
+    assert len(dataset) == 2
+    asked = set()
+    for builder in [builder for index in range(2) for builder in dataset.get_batch(index)]:
+        right, wrong = await builder.make_envs()
+        answer = right.get_reference_answer()
+        prompt, _ = await right.initial_observation()
+        assert f"Say {answer}." in RENDERER.tokenizer.decode(prompt.to_ints())
+        asked.add(answer)
+        assert (await right.step(reply(f"{answer}<|im_end|>"))).reward == 1
+        assert (await wrong.step(reply(f"{answer}0<|im_end|>"))).reward == 0
+    assert asked == {row["answer"] for row in rows}
 
 
 @pytest.mark.parametrize("batch_size", [0, 4])

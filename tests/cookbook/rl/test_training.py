@@ -1,6 +1,7 @@
 """The loops on lorimer/tiny: what a step does, that modes agree, that a resumed run ends as an uninterrupted one."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.advantages import incorporate_kl_penalty
 from lorimer.cookbook.rl.datums import RolloutDatum
 from lorimer.cookbook.rl.graders import GraderPool
-from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset
+from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset, ProblemGroupBuilder
+from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout
 from lorimer.cookbook.rl.training import AsyncConfig, Config, split
+from lorimer.cookbook.rl.updates import Update, UpdateConfig
 from lorimer.errors import InvalidInput
 from lorimer.types import ModelInput
-from tests.cookbook.rl.episodes import MODEL, SumEnv, sum_datasets
+from tests.cookbook.rl.episodes import MODEL, SumEnv, sum_datasets, tiny_renderer
 from tests.cookbook.surroundings import weights_of
 
 
@@ -115,6 +118,20 @@ async def test_penalty_moves_advantages_towards_the_reference(service):
     discounted, _ = await incorporate_kl_penalty(data, sampler, 0.5, discount_factor=1.0)
     expected = np.cumsum(penalised[0].advantages[::-1])[::-1] * masks[0]
     np.testing.assert_allclose(discounted[0].advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+async def test_penalty_of_rounding_alone_is_no_update(service):
+    """The policy is still its reference, and the rewards say nothing: there is nothing to learn."""
+    client = await service.create_lora_training_client_async(MODEL, rank=4)
+    sampler = await client.save_weights_and_get_sampling_client_async()
+    builder = ProblemGroupBuilder(lambda: SumEnv(tiny_renderer(), (100, 100)), 4)
+    group = await do_group_rollout(builder, Policy(sampling_client=sampler, max_tokens=4, seed=3))
+    update = Update(client, UpdateConfig(learning_rate=1e-2, kl_penalty_coef=0.1), 0, 1, sampler)
+    await update.add([replace(group, final_rewards_G=[-reward for reward in group.get_total_rewards()])])
+    await update.step_optimizer()
+    metrics = await update.finish()
+    assert abs(metrics["kl_policy_reference"]) < 1e-4
+    assert metrics["optim/num_updates"] == 0
 
 
 async def test_run_with_a_penalty_reports_the_distance(service, log_dir):

@@ -65,11 +65,12 @@ async def incorporate_kl_penalty(
         (datum.logprobs - np.array(logprobs[1:], np.float32)) * datum.mask
         for datum, logprobs in zip(data, scored, strict=True)
     ]
-    num_tokens = sum(float(datum.mask.sum()) for datum in data)
-    mean = sum(float(difference.sum()) for difference in differences) / num_tokens if num_tokens else 0.0
+    num_tokens = sum(datum.count * float(datum.mask.sum()) for datum in data)
+    total = sum(datum.count * float(difference.sum()) for datum, difference in zip(data, differences, strict=True))
+    mean = total / num_tokens if num_tokens else 0.0
     penalised = []
     for datum, difference in zip(data, differences, strict=True):
-        bonus = coef * datum.mask * (mean - difference)
+        bonus = coef * datum.count * datum.mask * (mean - difference)
         if discount_factor > 0:
             bonus = discounted_future_sum(bonus, discount_factor) * datum.mask
         penalised.append(replace(datum, advantages=(datum.advantages + bonus).astype(np.float32)))

@@ -2,11 +2,13 @@
 
 Turns of a trajectory share one datum as long as each prompt is the previous prompt, the previous action and something
 more: a long episode then costs one pass over its tokens and not one for each turn. Where a prompt is not such an
-extension, for instance because the template drops old thinking, a new datum begins.
+extension, for instance because the template drops old thinking, a new datum begins. What several trajectories of a
+group said alike, with the same reward, is one datum that weighs as much: short replies are often the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,8 @@ class RolloutDatum:
     advantages: NDArray[np.float32]
     mask: NDArray[np.float32]
     """1 where the token was sampled. Stays on this side."""
+    count: int = 1
+    """How many trajectories it stands for; the advantages are of all of them together."""
 
     def to_datum(self, loss_fn: str) -> Datum:
         """What ``forward_backward`` takes for ``loss_fn``."""
@@ -75,6 +79,18 @@ def assemble_training_data(
     return [
         datum
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)
-        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
-        for datum in trajectory_to_data(trajectory, float(advantage))
+        for datum in merge_equal(
+            datum
+            for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
+            for datum in trajectory_to_data(trajectory, float(advantage))
+        )
     ]
+
+
+def merge_equal(data: Iterable[RolloutDatum]) -> list[RolloutDatum]:
+    """One datum for all with the same tokens and advantages. Every loss is proportional to the size of an advantage, so
+    the gradient stays the same."""
+    equal: dict[tuple[bytes, ...], list[RolloutDatum]] = defaultdict(list)
+    for datum in data:
+        equal[datum.tokens.tobytes(), datum.mask.tobytes(), datum.advantages.tobytes()].append(datum)
+    return [replace(same[0], advantages=same[0].advantages * len(same), count=len(same)) for same in equal.values()]

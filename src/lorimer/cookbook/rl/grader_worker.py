@@ -31,7 +31,8 @@ class Grader:
     """A grading function, found by name, and called under its limits."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        sys.path[:] = setup["path"]
+        # What the program finds is found here; on another machine its places may not exist, and this one's are.
+        sys.path[:] = dict.fromkeys([*setup["path"], *sys.path])
         self._function = find_function(setup["module"], setup["name"], setup["main_path"])
         if setup["memory_bytes"] is not None:
             limit_memory(setup["memory_bytes"])

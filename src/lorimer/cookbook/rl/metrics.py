@@ -76,11 +76,12 @@ def sampler_trainer_metrics(
         return {}
     sampled = np.concatenate([datum.logprobs[mask] for datum, mask in zip(data, is_sampled, strict=True)])
     trained = np.concatenate([found[mask] for found, mask in zip(training_logprobs, is_sampled, strict=True)])
+    counts = np.concatenate([np.full(mask.sum(), datum.count) for datum, mask in zip(data, is_sampled, strict=True)])
     difference = sampled.astype(np.float64) - trained
     return {
-        "optim/kl_sample_train_v1": float(difference.mean()),
-        "optim/kl_sample_train_v2": float(0.5 * np.square(difference).mean()),
-        "optim/entropy": float(-sampled.astype(np.float64).mean()),
+        "optim/kl_sample_train_v1": float(np.average(difference, weights=counts)),
+        "optim/kl_sample_train_v2": float(0.5 * np.average(np.square(difference), weights=counts)),
+        "optim/entropy": float(-np.average(sampled.astype(np.float64), weights=counts)),
     }
 
 

@@ -1,7 +1,7 @@
 """Problems with one answer: ask, read the reply, grade it.
 
-``ProblemEnv`` is subclassed where grading is a line of Python, as in the official cookbook. ``GradedProblem`` hands the
-reply to a ``GraderPool``: take it for a grader that is slow, that somebody else wrote, or that runs what a model wrote.
+``ProblemEnv`` is subclassed, as in the official cookbook; for rows and a grader there is ``question_dataset``. Where a
+grader is slow, written by somebody else, or runs what a model wrote, ``GradedProblem`` asks a ``GraderPool``.
 """
 
 import inspect
@@ -10,9 +10,10 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lorimer.cookbook.completers import StopCondition, derive_seed
+from lorimer.cookbook.evaluation import Grader
 from lorimer.cookbook.messages import Message, Termination, text_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.envs import Action, Env, EnvGroupBuilder, Logs, Metrics, Observation, RLDataset, StepResult
@@ -74,6 +75,23 @@ class ProblemEnv(Env):
             metrics=self.metrics | {"correct": correct, "format": float(has_format), "malformed": float(is_malformed)},
             logs=self.logs | {"reference_answer": self.get_reference_answer()},
         )
+
+
+class RowProblem(ProblemEnv):
+    """The question of a row, graded as ``evaluation.accuracy`` grades it."""
+
+    def __init__(self, renderer: Renderer, grade: Grader, row: Any) -> None:
+        super().__init__(renderer)
+        self.grade, self.row = grade, row
+
+    def get_question(self) -> str:
+        return str(self.row["question"])
+
+    def get_reference_answer(self) -> str:
+        return str(self.row.get("answer", ""))
+
+    def check_answer(self, sample_str: str) -> bool | float | Awaitable[bool | float]:
+        return self.grade(sample_str, self.row)
 
 
 class GradedProblem(ProblemEnv):
@@ -152,3 +170,20 @@ class ProblemDataset(RLDataset, Generic[T]):
         return [
             ProblemGroupBuilder(partial(self.make_env, self.items[at]), self.group_size, self.name) for at in chosen
         ]
+
+
+def question_dataset(
+    rows: Sequence[Any],
+    renderer: Renderer,
+    grade: Grader,
+    *,
+    batch_size: int,
+    group_size: int = 1,
+    num_epochs: int = 1,
+    seed: int = 0,
+) -> ProblemDataset[Any]:
+    """Rows with a ``question``, whose replies ``grade(reply, row)`` judges."""
+    make_env = partial(RowProblem, renderer, grade)
+    return ProblemDataset(
+        rows, make_env, batch_size=batch_size, group_size=group_size, num_epochs=num_epochs, seed=seed
+    )

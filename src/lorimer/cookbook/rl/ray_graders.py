@@ -5,6 +5,7 @@ Loaded only when it is asked for. The machines of the cluster need Lorimer and t
 
 import asyncio
 import importlib
+import os
 from typing import Any
 
 from lorimer.cookbook.rl.grader_worker import Grader, Reply
@@ -23,11 +24,18 @@ class RayWorker:
     @classmethod
     async def start(cls, setup: dict[str, Any]) -> "RayWorker":
         if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours reports to nobody
             ray.init(log_to_driver=False)
         worker = cls(ray.remote(num_cpus=1, max_restarts=0)(Grader).remote(setup))
         try:
             await asyncio.wait_for(asyncio.wrap_future(worker._actor.ready.remote().future()), START_SECONDS)
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except TimeoutError:
+            await worker.kill()
+            raise InvalidInput(
+                f"the grader {setup['module']}:{setup['name']} did not start on Ray within {START_SECONDS:g} seconds; "
+                f"each worker takes a CPU, and the cluster has {ray.cluster_resources().get('CPU', 0):g}"
+            ) from None
+        except ray.exceptions.RayError as error:
             await worker.kill()
             raise InvalidInput(f"the grader {setup['module']}:{setup['name']} did not start on Ray: {error}") from error
         return worker
@@ -36,7 +44,7 @@ class RayWorker:
         answer = asyncio.wrap_future(self._actor.run.remote(arguments, timeout_seconds).future())
         try:
             reply: Reply = await asyncio.wait_for(answer, timeout_seconds)
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
             raise WorkerDied(f"the actor of the grader ended: {error}") from None
         return reply
 

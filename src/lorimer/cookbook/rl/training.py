@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from lorimer import SamplingClient, ServiceClient, TrainingClient
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
-from lorimer.cookbook.logs import JsonlSink, MetricLog, open_log
+from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, MetricLog, open_log
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
 from lorimer.cookbook.rl.metrics import rollout_metrics, staleness_metrics
@@ -93,7 +93,7 @@ class Config(UpdateConfig):
     num_groups_to_log: int = 1
     """Groups of each step whose transcripts go to ``rollouts.jsonl``."""
     seed: int = 0
-    sinks: Sequence[str] = ("jsonl", "console")
+    sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run goes on: what the dataset was made from."""
 
@@ -146,6 +146,7 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
         base_model = None if config.kl_reference else config.base_model
         reference = await service.create_sampling_client_async(model_path=config.kl_reference, base_model=base_model)
     log = open_log(config.log_dir, config=config.recorded(), total_steps=total, resume_step=start, sinks=config.sinks)
+    log.follow(client)
     transcripts = JsonlSink(Path(config.log_dir) / TRANSCRIPTS_FILE, start)
     with log:
         run = Run(config, client, checkpoints, log, transcripts, tokenizer, dataset, test_set, reference, total)

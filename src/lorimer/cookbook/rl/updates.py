@@ -15,6 +15,8 @@ from lorimer.types import AdamParams, ForwardBackwardOutput, OptimStepResponse
 
 LossFn = Literal["importance_sampling", "ppo", "cispo", "gspo"]
 
+_LEAST_ADVANTAGE = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
@@ -69,6 +71,8 @@ class Update:
                 data, self.reference, config.kl_penalty_coef, config.kl_discount_factor
             )
             self.metrics |= penalty
+            # Where the policy is still its reference the penalty is rounding, which Adam would make a whole step of.
+            data = [datum for datum in data if abs(datum.advantages).max() > _LEAST_ADVANTAGE]
         if data:
             sent = [datum.to_datum(config.loss_fn) for datum in data]
             future = await self.client.forward_backward_async(sent, config.loss_fn, config.loss_fn_config)
