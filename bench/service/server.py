@@ -62,7 +62,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 @contextmanager
-def running_server(data: Path, num_threads: int, *, model: str = MODEL, **settings: object) -> Iterator[BenchServer]:
+def running_server(data: Path, num_threads: int, model: str = MODEL, /, **settings: object) -> Iterator[BenchServer]:
     """Serve until the block ends; ready when its first line runs. Its log stays beside ``data``."""
     command = [sys.executable, "-m", "lorimer.cli.main", "serve", "--port", "0", "--data", str(data), "--model", model]
     command += ["--dtype", "float32"]

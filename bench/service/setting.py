@@ -69,14 +69,14 @@ class Bench:
 
     @asynccontextmanager
     async def server(
-        self, name: str, *, model: str = MODEL, **settings: object
+        self, name: str, model: str = MODEL, /, **settings: object
     ) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
         """A fresh server of ``model`` with an empty directory, or the shared one, which has the usual model."""
         with ExitStack() as ending:
             server = self.shared
             if server is None:
                 self.progress(f"{name}: starting a server")
-                started = running_server(self.root / name, self.num_threads, model=model, **settings)
+                started = running_server(self.root / name, self.num_threads, model, **settings)
                 server = ending.enter_context(started)
             pool = HttpPool(server.host, server.port)
             ending.callback(pool.close)

@@ -53,7 +53,7 @@ class Repeated:
 async def sweep(bench: Bench) -> list[Figure]:
     """The time of several runs at once over that of one run, in both of its ways."""
     model = MODEL if bench.shared is not None else TINY
-    async with bench.server("sweep", model=model) as (server, _):
+    async with bench.server("sweep", model) as (server, _):
         return await asyncio.to_thread(race, bench, server, model)
 
 

@@ -48,7 +48,7 @@ SL = {"max_steps": 12, "batch_size": 4, "rank": 4, "num_held_out": 4, "save_ever
 # Most save every ten or twenty steps: the first kill comes before there is a checkpoint, the second one after.
 CASES = {
     "sl_loop": Case((4, 8), {"steps": 16, "batch_size": 4, "rank": 4, "save_every": 4, "num_questions": 4}),
-    "sl_basic": Case((1, 7), {"steps": 14, "batch_size": 4, "every": 5}),
+    "sl_basic": Case((1, 11), {"steps": 16, "batch_size": 4, "every": 9}),
     "chat_sft": Case((2, 7), SL, has_data=True),
     "teach_its_name": Case((2, 12), {"steps": 20, "batch_size": 4, "rank": 4}),
     "sweep": Case((4, 46), {"steps": 40, "batch_size": 2, "num_questions": 2, "learning_rates": 0.001, "ranks": "2,4"}),

@@ -3,9 +3,9 @@
     python -m lorimer.recipes.rl_loop
 
 Each step samples 8 answers to each of 32 sums, rewards the right ones, and makes answers that did better than the
-others of their sum more likely. On lorimer/tiny about a quarter of the answers are right in the first five steps. The
-task, the rates and the sizes are those of `rl_basic`, where it is more than a half in the last five. Start it again
-after an interruption and it goes on where it was saved.
+others of their sum more likely. With lorimer/tiny, 160 s of processor time on 2 virtual cores without bfloat16: 27 % of
+the answers are right in the first five steps, 61 % in the last five. Start it again after an interruption and it goes
+on where it was saved.
 
 P: sums of a step, G: answers to one sum.
 """
