@@ -106,9 +106,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(server, alice):
             20
         ):  # an answer may be over before it can be interrupted: then there is the prompt, or a word more
             os.write(ours, b"Hello\n")
-            read_until(ours, r"Hello\r?\n.")
+            seen = read_until(ours, r"Hello\r?\n.")
             process.send_signal(signal.SIGINT)
-            seen = read_until(ours, r"\n> $")
+            seen = read_until(ours, r"\n> $", seen)
             if "(ended)" in seen:
                 break
         assert "(ended)" in seen
@@ -120,9 +120,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(server, alice):
         os.close(ours)
 
 
-def read_until(descriptor: int, pattern: str) -> str:
-    """Read what the program shows until it matches."""
-    seen, deadline = "", time.monotonic() + 60
+def read_until(descriptor: int, pattern: str, seen: str = "") -> str:
+    """Read what the program shows until it matches, after what has been ``seen``."""
+    deadline = time.monotonic() + 60
     while not re.search(pattern, seen):
         assert time.monotonic() < deadline, seen
         if select.select([descriptor], [], [], 0.2)[0]:

@@ -30,7 +30,9 @@ def test_server_that_is_not_there_is_one_line_and_exit_code_5():
 
 def test_other_kinds_of_servers_are_told_apart(server, alice):
     code, line = refused(lorimer("run", "list", "--url", f"{server.url}/console"))
-    assert (code, "answers 401" in line or "answers 404" in line) == (5, True)
+    assert (code, "answers 200 with text/html" in line) == (5, True)
+    code, line = refused(lorimer("run", "list", "--url", f"{server.url}/elsewhere"))
+    assert (code, "answers 401" in line) == (5, True)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ def test_models_speed_queue_and_errors_are_live(server, open_page, trainer):
         queue = page.locator(".panel", has=page.get_by_role("heading", name="Queue"))
         expect(queue.locator(f"a[title='{client.model_id}']").first).to_be_visible()
         expect(model.locator("[data-speed=training] b")).not_to_have_text("0")
-        points = model.locator("[data-speed=training] polyline")
+        # The line is drawn anew with every answer, so it is looked up each time.
         page.wait_for_function(
-            "node => node.getAttribute('points').split(' ').length >= 3", arg=points.element_handle()
+            "line => document.querySelector(line)?.getAttribute('points').split(' ').length >= 3",
+            arg=f"[data-model='{MODEL}'] [data-speed=training] polyline",
         )
     finally:
         until.clear()

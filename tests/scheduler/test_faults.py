@@ -86,7 +86,7 @@ async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypa
     assert "ended 3 times" in outcome.error
     for accepted in [*beside, behind, *samples]:
         await s.done(accepted)
-    assert s.slot.num_deaths - deaths <= 4  # once it may have been sent behind another turn, which was blamed
+    assert s.slot.num_deaths - deaths <= 6  # now and then it was sent behind another turn, which was then blamed
 
 
 async def test_an_engine_that_hangs_is_replaced(s):

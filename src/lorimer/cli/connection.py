@@ -94,8 +94,10 @@ def check_answers(connection: "Connection") -> None:
             f"no server answers at {url} ({reason}); start one with `lorimer serve`,"
             " or name another with --base-url or LORIMER_BASE_URL"
         ) from error
-    if answer.status_code >= 400:
-        raise NoServer(f"{url} answers {answer.status_code} where a server of this protocol says that it is well")
+    kind = answer.headers.get("content-type", "").partition(";")[0]
+    if answer.status_code >= 400 or kind != "application/json":
+        found = f"answers {answer.status_code} with {kind or 'nothing'}"
+        raise NoServer(f"{url} {found} where a server of this protocol says that it is well; give its address alone")
 
 
 # ── a data directory ──────────────────────────────────────────────────────────────────────────────────

@@ -81,9 +81,16 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(text, stops, data):
         passed += found.add(text[start:end])
         assert not any(stop in passed for stop in stops)
     passed += found.finish()
-    cuts = [text.find(stop) for stop in stops if stop in text]
-    assert passed == (text[: min(cuts)] if cuts else text)
-    assert found.is_stopped == bool(cuts)
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert passed == (text[: min(ends)[1]] if ends else text)
+    assert found.is_stopped == bool(ends)
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_text():
+    for pieces in (["aba"], ["ab", "a"], ["a", "b", "a"]):
+        found = StopText(["aba", "b"])
+        assert "".join(map(found.add, pieces)) == "a"
+        assert found.found == "b"
 
 
 @pytest.mark.parametrize("kind", ["ByteLevel", "Sequence"])

@@ -69,7 +69,7 @@ class Detokenizer:
 
 
 class StopText:
-    """Passes text on up to the first stop string; what may be the beginning of one is held until that is known."""
+    """Passes text on up to the stop string that is complete first; what may begin one is held until that is known."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = list(stops)
@@ -85,9 +85,9 @@ class StopText:
         if self.is_stopped:
             return ""
         self._held += text
-        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(place + len(stop), place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            size, self.found = min(found)
+            _, size, self.found = min(found)
         else:
             size = len(self._held) - num_begun(self._held, self._stops)
         passed, self._held = self._held[:size], "" if found else self._held[size:]
