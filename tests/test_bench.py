@@ -179,6 +179,7 @@ def test_rows_belong_to_the_service_or_to_the_engine(capsys, arguments, message)
 
 # The official SDK leaves its first connection to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     """Every row of the service, end to end; what it measures is not looked at, what it counts is."""
     output = tmp_path / "table.md"
