@@ -223,17 +223,16 @@ class Terminal:
         while True:
             try:
                 line = input("> " if self.is_tty else "")
+                if line.startswith("/"):
+                    if not self.obey(line):
+                        return
+                elif line.strip():
+                    self.answer(line)
             except EOFError:
                 write("\n" if self.is_tty else "")
                 return
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # also one that comes when the answer has just ended
                 note("\n/exit or Ctrl-D leaves")
-                continue
-            if line.startswith("/"):
-                if not self.obey(line):
-                    return
-            elif line.strip():
-                self.answer(line)
 
     def answer(self, line: str) -> None:
         text = ""
