@@ -112,6 +112,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(server, alice):
             seen = read_until(ours, r"\n> $", seen)
             if "(ended)" in seen:
                 break
+            os.write(ours, b"/reset\n")
+            read_until(ours, r"/reset\r?\n(.|\n)*> $")
         assert "(ended)" in seen
         os.write(ours, b"/exit\n")
         assert process.wait(30) == 0
