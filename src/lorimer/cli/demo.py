@@ -46,9 +46,11 @@ def demo(
             return
         with own_server(model, directory / "server.log", note) as address:
             run(address)
-            if stay or (stay is None and sys.stdin.isatty() and sys.stdout.isatty()):
-                print("\nThe console stays until Ctrl-C.", flush=True)
-                try:
-                    threading.Event().wait()
-                except KeyboardInterrupt:
-                    print()
+            if not (stay or (stay is None and sys.stdin.isatty() and sys.stdout.isatty())):
+                print("\nThe console ends here; `lorimer serve` has it again.")
+                return
+            print("\nThe console stays until Ctrl-C.", flush=True)
+            try:
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                print()

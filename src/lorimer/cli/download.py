@@ -116,7 +116,7 @@ def fetch_all(connection: "Connection", addresses: Addresses, directory: Path) -
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     stop = threading.Event()
     with Progress(

@@ -102,7 +102,7 @@ def serve(
 
         settings = effective.settings
         configure_logs(settings.log_format, settings.log_level)
-        run(settings, Banner(Console(file=sys.stdout)))
+        run(settings, Banner(Console(file=sys.stdout, emoji=False)))
 
 
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)

@@ -99,7 +99,7 @@ def stdout_console() -> "Console":
     from rich.console import Console
 
     is_narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_narrow else PIPE_WIDTH)
+    return Console(emoji=False, highlight=False, width=None if is_narrow else PIPE_WIDTH)
 
 
 def note(text: str) -> None:

@@ -15,7 +15,7 @@ def progress_bar() -> Iterator[Report]:
 
     from lorimer.cli.output import printable
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("starting", total=None)

@@ -15,7 +15,7 @@ MOST_IN_TABLE = 24
 def open_console(total_steps: int | None, resume_step: int = 0) -> "Sink":
     from rich.console import Console
 
-    console = Console()
+    console = Console(emoji=False)
     if console.is_terminal:
         return LiveConsole(console, total_steps, resume_step)
     return LineConsole(console, total_steps)

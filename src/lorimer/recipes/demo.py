@@ -51,7 +51,7 @@ def main(
     seed: int = 0,
 ) -> None:
     directory = log_dir or Path(tempfile.mkdtemp(prefix="lorimer-demo-"))
-    demo = Demo(Console(), model, directory, batch_size, group_size, num_questions, seed)
+    demo = Demo(Console(emoji=False), model, directory, batch_size, group_size, num_questions, seed)
     with open_service(model, base_url) as service:
         asyncio.run(demo.run(service, supervised_steps, rl_steps))
 

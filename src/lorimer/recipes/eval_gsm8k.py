@@ -51,7 +51,7 @@ def main(
     table = Table(str(answers), "value", box=None)
     for name, value in scores.items():
         table.add_row(name, f"{value:.1%}" if isinstance(value, float) else str(value))
-    console = Console()
+    console = Console(emoji=False)
     console.print(table)
     wrong = [row for row in rows if not score([row], fallback=last_number).accuracy]
     for row in wrong[:show_wrong]:

@@ -36,7 +36,7 @@ def print_table(results: Results) -> None:
         table.add_row(
             f"{rate:g}", f"{rank}", f"{result.metrics['test/nll']:.4f}", f"{result.metrics['test/accuracy']:.0%}"
         )
-    Console().print(table)
+    Console(emoji=False).print(table)
     print(f"best: {ranked[0][1].checkpoint.sampler_path}")
 
 
