@@ -72,6 +72,7 @@ class OwnServer:
             if found := ADDRESS.search(line):
                 threading.Thread(target=self._drain, args=(self._process,), daemon=True).start()
                 return found[1], found[2]
+        self._process.stdout.close()
         self._process.wait()
         raise LorimerError(f"the server of this program could not start: {self._last_words()}")
 
