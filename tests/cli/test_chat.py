@@ -92,7 +92,6 @@ def test_embedded_and_without_a_template(tmp_path):
     assert "plain has no chat template" in run.stderr and len(run.stdout.splitlines()) >= 2
 
 
-@pytest.mark.slow  # signals race with a terminal's lines; a person would press again
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a terminal")
 def test_ctrl_c_ends_the_answer_and_not_the_program(server, alice):
     ours, theirs = pty.openpty()
