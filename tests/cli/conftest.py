@@ -10,6 +10,7 @@ from lorimer import types
 from lorimer.server.control import CreateKey, ask_server
 from tests.cli.commands import CommandLine
 from tests.conformance.servers import RunningServer, running_server
+from tests.surroundings import clean_surroundings
 
 MODEL = "lorimer/debug"
 RANK = 4
@@ -17,14 +18,7 @@ RANK = 4
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither credentials nor data of whoever runs the tests are used, and what a command sets is undone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HF_TOKEN"):
-            patch.delenv(name, raising=False)
-        for prefix in ("LORIMER", "TINKER"):
-            for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "DATA", "START_ENGINES", "CONFIG"):
-                patch.delenv(f"{prefix}_{name}", raising=False)
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
         yield
 
 

@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 
 import lorimer
+from lorimer.client import embedded
 from tests.conformance.servers import RunningServer, create_key, running_server
+from tests.surroundings import clean_surroundings
 
 MODEL = "lorimer/debug"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither credentials nor addresses of whoever runs the tests reach the SDK."""
-    with pytest.MonkeyPatch.context() as patch:
-        home = tmp_path_factory.mktemp("home")
-        patch.setenv("HOME", str(home))
-        patch.delenv("XDG_CACHE_HOME", raising=False)
-        for prefix in ("TINKER", "LORIMER"):
-            for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS"):
-                patch.delenv(f"{prefix}_{name}", raising=False)
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
         yield
 
 
@@ -38,6 +33,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def service(server: RunningServer) -> Iterator[lorimer.ServiceClient]:
     with lorimer.ServiceClient({"suite": "client"}, base_url=server.url) as client:
         yield client
+
+
+@pytest.fixture(scope="module", params=["http", "embedded"])
+def either_service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[lorimer.ServiceClient]:
+    """Once of a server elsewhere, once of one in this process."""
+    if request.param == "http":
+        with lorimer.ServiceClient(base_url=request.getfixturevalue("server").url) as client:
+            yield client
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORIMER_DATA", str(tmp_path_factory.mktemp("embedded") / "data"))
+        patch.setenv("LORIMER_DTYPE", "float32")
+        patch.setenv("LORIMER_NUM_THREADS", "1")
+        with lorimer.ServiceClient(base_url="local", model=MODEL) as client:
+            yield client
+        embedded.service().stop()
 
 
 @pytest.fixture

@@ -10,36 +10,21 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
 import pytest
 import torch
 
-import lorimer
 from lorimer import types
-from lorimer.client import embedded
 
 MODEL = "lorimer/debug"
 PAGE = os.environ.get("DOCUMENTED_SDK_PAGE")
 
 
-@pytest.fixture(scope="module", params=["http", "embedded"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[lorimer.ServiceClient]:
-    if request.param == "http":
-        with lorimer.ServiceClient(base_url=request.getfixturevalue("server").url) as client:
-            yield client
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LORIMER_DATA", str(tmp_path_factory.mktemp("embedded") / "data"))
-        patch.setenv("LORIMER_DTYPE", "float32")
-        patch.setenv("LORIMER_NUM_THREADS", "1")
-        with lorimer.ServiceClient(base_url="local", model=MODEL) as client:
-            yield client
-        embedded.service().stop()
+@pytest.fixture(scope="module")
+def service(either_service):
+    return either_service
 
 
 @pytest.fixture

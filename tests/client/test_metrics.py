@@ -2,14 +2,12 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import lorimer
 from lorimer import types
-from lorimer.client import embedded
 from lorimer.client import metrics as client_metrics
 
 MODEL = "lorimer/debug"
@@ -17,21 +15,9 @@ DATUM = types.Datum(types.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6,
 OTHER = types.Datum(types.ModelInput.from_ints([9, 8, 7, 6]), {"target_tokens": [8, 7, 6, 5]})
 
 
-@pytest.fixture(scope="module", params=["http", "embedded"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[lorimer.ServiceClient]:
-    if request.param == "http":
-        with lorimer.ServiceClient(base_url=request.getfixturevalue("server").url) as client:
-            yield client
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LORIMER_DATA", str(tmp_path_factory.mktemp("embedded") / "data"))
-        patch.setenv("LORIMER_DTYPE", "float32")
-        patch.setenv("LORIMER_NUM_THREADS", "1")
-        with lorimer.ServiceClient(base_url="local", model=MODEL) as client:
-            yield client
-        embedded.service().stop()
+@pytest.fixture(scope="module")
+def service(either_service):
+    return either_service
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import tinker
 from tests.conformance.samples import MODEL, RANK, SEEING, TWIN
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.conformance.users import User
+from tests.surroundings import clean_surroundings
 
 # The SDK leaves its first connection of each client to the garbage collector.
 LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -42,11 +43,7 @@ def no_garbage_for_others() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def clean_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither credentials nor addresses of whoever runs the tests reach the SDK."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS", "TELEMETRY", "LOG"):
-            patch.delenv(f"TINKER_{name}", raising=False)
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
         yield
 
 

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 import lorimer
 from lorimer.engine.debug import make_debug_model
 from tests.conformance.servers import RunningServer, create_key, running_server
+from tests.surroundings import clean_surroundings
 
 MODEL = "lorimer/tiny"
 PLAIN = "test/plain"
@@ -35,12 +36,7 @@ SECONDS = 60
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither credentials nor addresses of whoever runs the tests reach the SDK."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        for prefix in ("TINKER", "LORIMER"):
-            for name in ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS"):
-                patch.delenv(f"{prefix}_{name}", raising=False)
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
         yield
 
 

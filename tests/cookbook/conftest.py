@@ -7,7 +7,7 @@ import pytest
 
 import lorimer
 from tests.conformance.servers import RunningServer, running_server
-from tests.cookbook.surroundings import clean_surroundings
+from tests.surroundings import clean_surroundings
 
 MODELS = ["lorimer/tiny", "lorimer/debug"]
 

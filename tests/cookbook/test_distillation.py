@@ -11,7 +11,7 @@ from lorimer.cookbook.datums import datum_from_tokens
 from lorimer.cookbook.distillation import Prompt, on_policy_datum, reverse_kl, soft_datum, teacher_logprobs
 from lorimer.cookbook.logs import read_metrics
 from lorimer.errors import InvalidInput
-from tests.cookbook.surroundings import weights_of
+from tests.cookbook.weights import weights_of
 
 MODEL = "lorimer/debug"
 STUDENT = ModelInput.from_ints([3, 4, 5])

@@ -17,7 +17,7 @@ from lorimer.cookbook.preference import Pair, dpo_pair, pairwise_loss, read_pref
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.errors import InvalidInput
-from tests.cookbook.surroundings import weights_of
+from tests.cookbook.weights import weights_of
 
 MODEL = "lorimer/tiny"
 

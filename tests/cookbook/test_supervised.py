@@ -10,7 +10,7 @@ from lorimer.cookbook.datasets import GeneratedDataset, ShuffledDataset
 from lorimer.cookbook.datums import datum_from_tokens
 from lorimer.cookbook.logs import read_metrics
 from lorimer.errors import InvalidInput
-from tests.cookbook.surroundings import weights_of
+from tests.cookbook.weights import weights_of
 
 MODEL = "lorimer/debug"
 

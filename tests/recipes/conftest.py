@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lorimer
 from tests.conformance.servers import RunningServer, running_server
-from tests.cookbook.surroundings import clean_surroundings
+from tests.surroundings import clean_surroundings
 
 MODELS = ["lorimer/tiny", "lorimer/debug"]
 

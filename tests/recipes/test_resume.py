@@ -27,7 +27,7 @@ import lorimer.recipes
 from lorimer.cookbook.checkpoints import Checkpoints, read_jsonl
 from lorimer.cookbook.word_problems import generate_problems
 from tests.conformance.servers import environment
-from tests.cookbook.surroundings import weights_of
+from tests.cookbook.weights import weights_of
 from tests.recipes.conftest import recipe_command
 
 DEADLINE_SECONDS = 200

@@ -58,10 +58,15 @@ async def test_an_engine_that_is_killed_changes_nothing(s):
     s.kill_engine()
     again = decode_sample_response(await s.done(running), running.sample_sequence_ids)
     assert list(again.sequences[0].tokens) == list(response.sequences[0].tokens)
-    await asyncio.sleep(0.5)  # the last one may just be being replaced
-    found, _ = await s.store.read(runs.list_runs, user_id=user.user_id, limit=100, offset=0)
-    known = {name for run in found for name in (run.snapshot_name, run.newest_name)}
-    assert {path.name for path in s.directory.snapshots.iterdir()} <= known
+
+    async def unknown() -> set[str]:
+        found, _ = await s.store.read(runs.list_runs, user_id=user.user_id, limit=100, offset=0)
+        known = {name for run in found for name in (run.snapshot_name, run.newest_name)}
+        return {path.name for path in s.directory.snapshots.iterdir()} - known
+
+    async with asyncio.timeout(30):  # the last one may just be being replaced
+        while await unknown():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypatch):

@@ -20,7 +20,7 @@ from lorimer.cookbook.rl.updates import Update, UpdateConfig
 from lorimer.errors import InvalidInput
 from lorimer.types import ModelInput
 from tests.cookbook.rl.episodes import MODEL, SumEnv, sum_datasets, tiny_renderer
-from tests.cookbook.surroundings import weights_of
+from tests.cookbook.weights import weights_of
 
 
 def make_config(log_dir: Path, **options: object) -> Config:

@@ -2,7 +2,7 @@
 // in the address, so that a link shows the same.
 
 import { MetricChart, NUM_COLOURS, colour } from "./charts.js";
-import { button, empty, h, replace, runLink, shortRun, toast } from "./dom.js";
+import { button, choice, empty, h, replace, runLink, searchBox, shortRun, toast } from "./dom.js";
 import { metricsProgram } from "./getting_started.js";
 import { RunMetrics, csv, rankOf } from "./run_metrics.js";
 
@@ -56,25 +56,13 @@ export class Curves {
 
   controls() {
     const { axis, isLog, smoothing } = this.options;
-    const filter = h("input", {
-      type: "search",
-      placeholder: "Filter metrics",
-      "aria-label": "Filter metrics by name",
-      "data-search": "",
-      value: this.filter,
-      oninput: () => {
-        this.filter = filter.value;
-        this.setQuery({ metric: this.filter });
-        this.draw(new Set());
-      },
+    const filter = searchBox("Filter metrics by name", "Filter metrics", this.filter, (text) => {
+      this.filter = text;
+      this.setQuery({ metric: text });
+      this.draw(new Set());
     });
-    const select = h(
-      "select",
-      {
-        "aria-label": "Horizontal axis",
-        onchange: () => this.choose({ axis: select.value }, { x: select.value === "step" ? null : select.value }),
-      },
-      AXES.map(([value, text]) => h("option", { value, selected: value === axis }, text)),
+    const select = choice("Horizontal axis", AXES, axis, (value) =>
+      this.choose({ axis: value }, { x: value === "step" ? null : value }),
     );
     const log = h("input", {
       type: "checkbox",

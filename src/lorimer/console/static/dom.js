@@ -149,6 +149,21 @@ export function button(label, onclick, attrs) {
   return h("button", { type: "button", ...attrs, onclick }, label);
 }
 
+/** A field to search with; `/` leads to it. */
+export function searchBox(label, placeholder, value, onText) {
+  const oninput = (event) => onText(event.target.value);
+  return h("input", { type: "search", "data-search": "", "aria-label": label, placeholder, value, oninput });
+}
+
+/** One of several, as pairs of a value and what is shown for it. */
+export function choice(label, pairs, chosen, onValue) {
+  return h(
+    "select",
+    { "aria-label": label, onchange: (event) => onValue(event.target.value) },
+    pairs.map(([value, text]) => h("option", { value, selected: value === chosen }, text)),
+  );
+}
+
 /** A button that puts a text on the clipboard and says so. */
 export function copyButton(text, label = "Copy") {
   const node = button(

@@ -5,8 +5,9 @@ import { checkpointActions, checkpointTable, partsOf } from "../checkpoint_actio
 import {
   ago,
   badge,
-  bytes,
   button,
+  bytes,
+  choice,
   commandBlock,
   copyButton,
   empty,
@@ -16,6 +17,7 @@ import {
   panel,
   replace,
   runLink,
+  searchBox,
 } from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
@@ -92,19 +94,8 @@ function filters(filter, choose) {
   return h(
     "div",
     { class: "row" },
-    h("input", {
-      type: "search",
-      "data-search": "",
-      "aria-label": "Search checkpoints",
-      placeholder: "Search name, run, metadata",
-      value: filter.text,
-      oninput: (event) => choose({ text: event.target.value }),
-    }),
-    h(
-      "select",
-      { "aria-label": "Kind", onchange: (event) => choose({ kind: event.target.value }) },
-      kinds.map(([value, label]) => h("option", { value, selected: value === filter.kind }, label)),
-    ),
+    searchBox("Search checkpoints", "Search name, run, metadata", filter.text, (text) => choose({ text })),
+    choice("Kind", kinds, filter.kind, (kind) => choose({ kind })),
   );
 }
 

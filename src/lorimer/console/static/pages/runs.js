@@ -12,6 +12,7 @@ import {
   panel,
   replace,
   runLink,
+  searchBox,
   short,
   shortRun,
   table,
@@ -50,18 +51,11 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
     await load(state, signal);
     draw();
   };
-  const search = h("input", {
-    type: "search",
-    placeholder: "Search runs",
-    "aria-label": "Search runs by id, model, name or metadata",
-    "data-search": "",
-    value: state.search,
-    oninput: () => {
-      state.search = search.value;
-      setQuery({ q: state.search });
-      draw();
-      if (state.search && state.shown < NUM_SEARCHED && state.runs.length < state.total) more();
-    },
+  const search = searchBox("Search runs by id, model, name or metadata", "Search runs", state.search, (text) => {
+    state.search = text;
+    setQuery({ q: text });
+    draw();
+    if (text && state.shown < NUM_SEARCHED && state.runs.length < state.total) more();
   });
   await live(async () => {
     await load(state, signal);

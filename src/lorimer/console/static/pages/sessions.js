@@ -7,6 +7,7 @@ import {
   badge,
   button,
   bytes,
+  choice,
   commandBlock,
   copyButton,
   empty,
@@ -16,6 +17,7 @@ import {
   pageHead,
   panel,
   runLink,
+  searchBox,
   table,
   toast,
 } from "../dom.js";
@@ -74,19 +76,8 @@ function filters(filter, choose) {
   return h(
     "div",
     { class: "row" },
-    h("input", {
-      type: "search",
-      "data-search": "",
-      "aria-label": "Search sessions",
-      placeholder: "Words of the name, or an id",
-      value: filter.text,
-      oninput: (event) => choose({ text: event.target.value.trim() }),
-    }),
-    h(
-      "select",
-      { "aria-label": "Status", onchange: (event) => choose({ status: event.target.value }) },
-      STATUSES.map(([value, label]) => h("option", { value, selected: value === filter.status }, label)),
-    ),
+    searchBox("Search sessions", "Words of the name, or an id", filter.text, (text) => choose({ text: text.trim() })),
+    choice("Status", STATUSES, filter.status, (status) => choose({ status })),
   );
 }
 

@@ -3,7 +3,7 @@
 
 import { get, part } from "../api.js";
 import { stackedBars } from "../bars.js";
-import { bytes, commandBlock, empty, h, pageHead, panel, replace, table } from "../dom.js";
+import { bytes, choice, commandBlock, empty, h, pageHead, panel, replace, table } from "../dom.js";
 import { whenChanged } from "../redraw.js";
 
 export const title = "Usage";
@@ -48,8 +48,8 @@ export async function render(root, { query, signal, live, setQuery }) {
   root.append(
     pageHead(
       "Usage",
-      select("Time", RANGES, chosen.days, (days) => choose({ days })),
-      select(
+      choice("Time", RANGES, chosen.days, (days) => choose({ days })),
+      choice(
         "Bars by",
         [
           ["kind", "bars by kind"],
@@ -62,14 +62,6 @@ export async function render(root, { query, signal, live, setQuery }) {
     body,
   );
   await live(load, 30);
-}
-
-function select(label, options, value, onchange) {
-  return h(
-    "select",
-    { "aria-label": label, onchange: (event) => onchange(event.target.value) },
-    options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)),
-  );
 }
 
 // ── what was used ───────────────────────────────────────────────────────────────────────────────────
