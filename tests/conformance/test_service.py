@@ -1,5 +1,6 @@
 """ServiceClient: capabilities, new runs, resumed runs, samplers, copies, and the life of a session."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -282,10 +283,15 @@ def test_console_addresses_name_session_and_run(service, trainer):
     "RestClient.get_telemetry",
     "AdminClient.get_telemetry",
 )
-def test_telemetry_is_accepted(service, trainer, rest, admin):
+def test_telemetry_is_accepted(alice, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "1")
+    alice = dataclasses.replace(alice, url=alice.url + "/")  # the SDK keeps what it has for an address
+    service = alice.service()
+    trainer = service.create_lora_training_client(MODEL, rank=RANK)
     sampler = service.create_sampling_client(base_model=MODEL)
     assert trainer.get_telemetry() is sampler.get_telemetry() is service.get_telemetry()
-    for telemetry in (service.get_telemetry(), rest.get_telemetry(), admin.get_telemetry()):
+    for client in (service, alice.rest(), alice.admin()):
+        telemetry = client.get_telemetry()
         assert telemetry.log("a test", {"number": 1})
         telemetry._trigger_flush()
         assert telemetry._wait_until_drained_sync()
