@@ -45,7 +45,7 @@ class BenchServer:
 
     def weigh(self) -> Weight:
         api = psutil.Process(self.pid)
-        engines = [child for child in api.children() if "lorimer.engine.worker" in child.cmdline()]
+        engines = [child for child in api.children() if "lorimer.engine" in child.cmdline()]
         return Weight(api.memory_info().rss, sum(child.memory_info().rss for child in engines), disk_bytes(self.data))
 
 

@@ -59,7 +59,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, on_event: Callable[[Event], None] | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "lorimer.engine.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "lorimer.engine", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ
         )

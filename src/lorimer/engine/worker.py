@@ -196,7 +196,3 @@ def main(descriptor: int) -> None:
     worker = Worker(engine, connection)
     worker.send(Ready(info=engine.info))
     worker.run()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

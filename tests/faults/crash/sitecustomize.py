@@ -14,7 +14,7 @@ from typing import Any
 
 _FILE = os.environ.get("FAULT_FILE", "")
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.listdir", "shutil.rmtree"}
-_PROCESS = "engine" if "lorimer.engine.worker" in sys.orig_argv else "api"
+_PROCESS = "engine" if "lorimer.engine" in sys.orig_argv else "api"
 _state = {"is_inside": False}
 
 
