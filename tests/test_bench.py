@@ -43,6 +43,7 @@ def measured(contest):
     return {row: measure_row(contest) for row, measure_row in ROWS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_row_is_measured(measured, row):
     assert measured[row]
@@ -52,6 +53,7 @@ def test_row_is_measured(measured, row):
         assert len(line.cells()) == 7
 
 
+@pytest.mark.slow
 def test_every_aim_belongs_to_a_line(measured):
     assert {line.aim for lines in measured.values() for line in lines} - {""} == set(AIMS)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import lorimer
 from lorimer import types
@@ -62,6 +63,7 @@ def train(service: lorimer.ServiceClient, pause: float = 0.0) -> tuple[list[floa
     return losses, logprobs(trainer.forward(data, "cross_entropy").result(120))
 
 
+@pytest.mark.slow
 def test_run_and_samples_go_on_across_kill_and_restart(tmp_path):
     server = Restartable(tmp_path / "data")
     try:

@@ -39,6 +39,7 @@ def one_more_step(server: Supervisor, program: RunningProgram) -> dict[str, Any]
         return dict(answer.raise_for_status().json())
 
 
+@pytest.mark.slow
 def test_a_second_server_and_damaged_snapshots(tmp_path):
     """Each harms nobody but itself, and one damaged snapshot nobody at all."""
     keys = [create_key(tmp_path / "data", user) for user in ("alice", "bob")]

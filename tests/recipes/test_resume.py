@@ -70,7 +70,7 @@ CASES = {
     ),
     "demo": Case((2, 26), {"supervised_steps": 4, "rl_steps": 28, "num_questions": 8, **RL}),
 }
-FAST = ["sl_basic", "rl_loop", "arithmetic_rl"]
+FAST = ["sl_basic", "rl_loop"]
 EXACT = {"sl_basic"}
 """They draw nothing that is trained on, and send one batch at a time: they end the same to the bit."""
 

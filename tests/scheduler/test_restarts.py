@@ -13,6 +13,7 @@ from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbe
 from tests.scheduler.service import Service
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_loses_and_doubles_nothing(tmp_path):
     await _kill_servers(tmp_path, seed=1, kills=2)
 

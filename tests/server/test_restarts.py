@@ -13,6 +13,7 @@ DATA = [datum(), datum(target_tokens=np.array([5, 6, 7, 8, 9], np.int64), weight
 LONG = {"num_samples": 8, "sampling_params": {"max_tokens": 400, "stop": []}}
 
 
+@pytest.mark.slow
 async def test_a_killed_server_comes_back_with_everything_elsewhere_too(serve, model, tmp_path):
     async with serve(snapshot_seconds=600) as (server, client):
         losses, poller = UploadedLoss(client), Poller(client)

@@ -136,6 +136,7 @@ def test_a_database_that_is_killed_and_comes_back_only_pauses(postgres, server, 
     assert len(server.exit_codes) == ended, "the server stayed"
 
 
+@pytest.mark.slow
 def test_runs_go_on_after_a_restart_in_order(server, alice):
     with alice.service() as service:
         trainer = service.create_lora_training_client(MODEL, rank=RANK, seed=5)
