@@ -96,12 +96,34 @@ STRICT = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+# An image between marks where it stands, and none in what the system says.
+QWEN_VL = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
+{%- if part.type == 'text' %}{{ part.text }}
+{%- elif m.role != 'system' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Content is parts and nothing else, and the images come first.
+LLAVA = """\
+{%- for m in messages %}{{ m.role | upper ~ ':\\n' }}
+{%- for part in m.content | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\\n' }}{% endfor %}
+{%- for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:\\n' }}{% endif %}"""
+
+VISION_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
 MARKS = {
     LLAMA3: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     QWEN3: ["<think>", "</think>", "<tool_call>", "</tool_call>"],
     THINKING_PROMPT: ["<think>", "</think>"],
     BARE_CALLS: ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"],
     PHI: ["<|user|>", "<|assistant|>", "<|end|>"],
+    QWEN_VL: VISION_MARKS,
+    LLAVA: VISION_MARKS,
 }
 
 

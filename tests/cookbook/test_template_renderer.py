@@ -207,7 +207,7 @@ REFUSED = {
     "no prompt": (None, [{"role": "assistant", "content": "Hello"}], "no prompt comes before"),
     "no answer": (None, [USER], "no message is trained on with 'last_assistant_message'"),
     "an order of roles": (STRICT, [USER, USER, CHAT[2]], "roles must alternate"),
-    "an image": (None, [{"role": "user", "content": [{"type": "image"}]}, CHAT[2]], "a part of type 'image'"),
+    "a sound": (None, [{"role": "user", "content": [{"type": "audio"}]}, CHAT[2]], "a part of type 'audio'"),
     "no end": (NO_END, CHAT, "no token of its own"),
 }
 

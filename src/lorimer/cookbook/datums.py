@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lorimer import Datum, ModelInput
+from lorimer.cookbook.images import first_positions, ids_of
 from lorimer.cookbook.messages import Message, ToolSpec, TrainOn
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput, TooLarge
@@ -21,9 +22,11 @@ Reduction = Literal["mean", "sum"]
 def datum_from_tokens(tokens: ModelInput | Sequence[int], weights: ArrayLike, reduction: Reduction = "mean") -> Datum:
     """An example that predicts each token from those before it; ``weights`` has one number for each token.
 
-    The first token is predicted from nothing, so its weight does not count.
+    The first token is predicted from nothing, so its weight does not count. An image is as many tokens as its chunk
+    expects, and is given weight 0 for each, as renderers do.
     """
-    ids = tokens.to_array() if isinstance(tokens, ModelInput) else np.asarray(tokens, np.int64)
+    whole = tokens if isinstance(tokens, ModelInput) else ModelInput.from_ints(tokens)
+    ids = ids_of(whole)
     weight = np.asarray(weights, np.float32)
     if weight.shape != ids.shape:
         raise InvalidInput(f"there are {weight.size} weights for {ids.size} tokens; one for each is accepted")
@@ -33,7 +36,7 @@ def datum_from_tokens(tokens: ModelInput | Sequence[int], weights: ArrayLike, re
     if reduction == "mean":
         weight = weight / weight.sum()
     return Datum(
-        model_input=ModelInput.from_ints(ids[:-1].tolist()),
+        model_input=first_positions(whole, len(ids) - 1),
         loss_fn_inputs={"target_tokens": ids[1:], "weights": weight},  # type: ignore[dict-item]
     )
 
@@ -77,7 +80,7 @@ def _datum_within(tokens: ModelInput, weights: ArrayLike, max_length: int | None
     if not weight[1:].any():
         return None
     length = int(np.flatnonzero(weight)[-1]) + 1
-    return datum_from_tokens(tokens.to_ints()[:length], weight[:length], reduction)
+    return datum_from_tokens(first_positions(tokens, length), weight[:length], reduction)
 
 
 def num_tokens(data: Sequence[Datum]) -> int:

@@ -25,7 +25,27 @@ class ThinkingPart(TypedDict):
     thinking: str
 
 
-ContentPart = TextPart | ThinkingPart
+class ImagePart(TypedDict):
+    """An image as the official cookbook has it."""
+
+    type: Literal["image"]
+    image: Any
+    """A ``PIL.Image.Image``, or a URL that holds one: ``data:image/png;base64,...``."""
+
+
+class ImageUrl(TypedDict):
+    url: str
+
+
+class ImageUrlPart(TypedDict):
+    """An image as OpenAI's API has it; the URL holds it."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = TextPart | ThinkingPart | ImagePart | ImageUrlPart
+PART_TYPES = ("text", "thinking", "image", "image_url")
 Content = str | list[ContentPart]
 
 
@@ -130,7 +150,7 @@ def call_arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """What a message says, without what it thinks."""
+    """What a message says, without what it thinks or shows."""
     return _joined(message, "text")
 
 
@@ -146,8 +166,8 @@ def _joined(message: Message, kind: str) -> str:
     if isinstance(content, str):
         return content if kind == "text" else ""
     for part in content:
-        if part["type"] not in ("text", "thinking"):
-            raise Unsupported(f"a message has a part of type {part['type']!r}; text and thinking are accepted")
+        if part["type"] not in PART_TYPES:
+            raise Unsupported(f"a message has a part of type {part['type']!r}; accepted are {', '.join(PART_TYPES)}")
     return "".join(str(part.get(kind, "")) for part in content)
 
 

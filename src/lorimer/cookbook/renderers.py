@@ -6,6 +6,7 @@ renderer of its own by ``register_renderer``.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from lorimer import ModelInput
 from lorimer.cookbook.messages import Message, Termination, ToolSpec, TrainOn
 from lorimer.cookbook.template_renderer import TemplateRenderer
 from lorimer.cookbook.text_renderer import TextRenderer
-from lorimer.errors import InvalidInput
+from lorimer.errors import InvalidInput, Unsupported
 
 __all__ = [
     "Example",
@@ -74,11 +75,12 @@ class Renderer(Protocol):
         """The message that was sampled, and how it ended."""
 
 
-Factory = Callable[[Any], Renderer]
+Factory = Callable[..., Renderer]
+"""Takes the tokenizer, and ``image_processor`` where one is given."""
 
 _FACTORIES: dict[str, Factory] = {
     "template": TemplateRenderer,
-    "no_thinking": lambda tokenizer: TemplateRenderer(tokenizer, enable_thinking=False),
+    "no_thinking": partial(TemplateRenderer, enable_thinking=False),
     "text": TextRenderer,
 }
 
@@ -90,10 +92,17 @@ def register_renderer(name: str, factory: Factory) -> None:
     _FACTORIES[name] = factory
 
 
-def get_renderer(name: str, tokenizer: Any) -> Renderer:
-    """The renderer of that name; ``auto`` is ``template`` if the tokenizer has a chat template, else ``text``."""
+def get_renderer(name: str, tokenizer: Any, image_processor: Any = None) -> Renderer:
+    """The renderer of that name; ``auto`` is ``template`` if the tokenizer has a chat template, else ``text``.
+
+    With the ``image_processor`` of a model, or its whole processor, images can be trained on.
+    """
     if name == "auto":
         name = "template" if getattr(tokenizer, "chat_template", None) else "text"
     if name not in _FACTORIES:
         raise InvalidInput(f"there is no renderer {name!r}; accepted are auto, {', '.join(sorted(_FACTORIES))}")
-    return _FACTORIES[name](tokenizer)
+    if image_processor is None:
+        return _FACTORIES[name](tokenizer)
+    if _FACTORIES[name] is TextRenderer:
+        raise Unsupported("the renderer 'text' has no form for images; one without an image_processor is accepted")
+    return _FACTORIES[name](tokenizer, image_processor=image_processor)

@@ -1,4 +1,7 @@
-"""Where a loop finds its server, at an address or in its own process, and the tokenizer of its base model."""
+"""Where a loop finds its server, at an address or in its own process, and the tokenizer of its base model.
+
+Where that reads images, its image processor, too.
+"""
 
 from typing import Any
 
@@ -20,3 +23,11 @@ def open_service(base_model: str, base_url: str | None = None, **options: Any) -
 def get_tokenizer(service: ServiceClient, base_model: str) -> Any:
     """The tokenizer of a base model, from the server where it hands it out, else from the hub."""
     return load_tokenizer(service.holder.connection, base_model, None)
+
+
+def get_image_processor(service: ServiceClient, base_model: str) -> Any:
+    """What counts the tokens of images for a base model that reads some, found where its tokenizer is."""
+    from transformers import AutoImageProcessor
+
+    # The variant that the engine has, so that both count alike.
+    return AutoImageProcessor.from_pretrained(get_tokenizer(service, base_model).name_or_path, backend="pil")

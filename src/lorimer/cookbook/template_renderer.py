@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer import ModelInput
+from lorimer.cookbook.images import has_images, images_of, marked_parts, parts_of, placeholder_of, spread
 from lorimer.cookbook.messages import (
+    Content,
     Message,
     Termination,
     ToolSpec,
@@ -26,9 +27,13 @@ from lorimer.cookbook.messages import (
 )
 from lorimer.cookbook.template_form import TemplateForm, learn_form
 from lorimer.errors import InvalidInput, Unsupported
+from lorimer.types import ImageChunk, ModelInput
+from lorimer.types.images import places_of, with_images
 
 MARK = "zqmarkqz"
 """Put into a message to see where its content begins and ends."""
+SHOWN = [{"type": "image"}, {"type": "text", "text": MARK}]
+"""Content with an image, to see whether a template has a place for it."""
 
 
 class Span(NamedTuple):
@@ -41,17 +46,20 @@ class Span(NamedTuple):
 
 
 class TemplateRenderer:
-    """``template_options`` go to the template, such as ``enable_thinking=False``; one without effect is refused."""
+    """``template_options`` go to the template, such as ``enable_thinking=False``; one without effect is refused.
 
-    def __init__(self, tokenizer: Any, **template_options: Any) -> None:
+    The ``image_processor`` tells how many tokens images are; without one they can be sampled from, not trained on.
+    """
+
+    def __init__(self, tokenizer: Any, *, image_processor: Any = None, **template_options: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidInput(f"{tokenizer.name_or_path!r} has no chat template; TextRenderer needs none")
         self.tokenizer = tokenizer
+        self._image_processor = image_processor
         self._options = template_options
-        question: Message = {"role": "user", "content": "?"}
         for name in template_options:
             others = {key: value for key, value in template_options.items() if key != name}
-            if self._prompt([question]) == TemplateRenderer(tokenizer, **others)._prompt([question]):
+            if self._probes() == TemplateRenderer(tokenizer, **others)._probes():
                 raise InvalidInput(f"the chat template of {tokenizer.name_or_path!r} has no use for {name!r}")
 
     @cached_property
@@ -74,6 +82,7 @@ class TemplateRenderer:
         prefill: str | None = None,
     ) -> ModelInput:
         check_messages(messages)
+        images = [image for _, image in self._images(messages)]
         if tools and self.form.call is None:
             raise Unsupported(
                 f"the chat template of {self.tokenizer.name_or_path!r} has no tool calls that can be read back; "
@@ -84,7 +93,8 @@ class TemplateRenderer:
         else:
             text = self._render([*messages, {"role": role, "content": MARK}], tools=tools).partition(MARK)[0]
         self._check_shown(messages, tools, text)
-        return ModelInput.from_ints(self._encode(text + (prefill or "")))
+        tokens = self._encode(text + (prefill or ""))
+        return with_images(tokens, self._places(tokens, images), images)
 
     def get_stop_sequences(self) -> list[int] | list[str]:
         ids = [self._id_of(end) for end in self.form.ends]
@@ -126,11 +136,12 @@ class TemplateRenderer:
     ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
         """Each sequence is the conversation up to the last message that is trained on in it."""
         check_messages(messages)
+        images = self._images(messages)
         train_on = TrainOn(train_on)
         if train_on is TrainOn.ALL_TOKENS:
             text = self._render(messages, tools=tools)
             self._check_shown(messages, tools, text)
-            return [self._example(text, [Span(0, len(text), True)])]
+            return [self._example(text, [Span(0, len(text), True)], [image for _, image in images])]
         remaining = trained_indices(messages, train_on)
         if not remaining:
             raise InvalidInput(f"no message is trained on with {str(train_on)!r}; at least one is needed")
@@ -142,10 +153,11 @@ class TemplateRenderer:
             spans = {index: self._span(messages, index, shown, text, tools) for index in remaining}
             if spans[remaining[-1]] is None:
                 raise InvalidInput(
-                    f"the chat template does not write message {remaining[-1]}, {messages[remaining[-1]]!r}, so that "
+                    f"the chat template does not write message {remaining[-1]}, {shown[-1]!s:.200}, so that "
                     "it can be found in the text; it cannot be trained on"
                 )
-            examples.append(self._example(text, [span for span in spans.values() if span]))
+            seen = [image for index, image in images if index < len(shown)]
+            examples.append(self._example(text, [span for span in spans.values() if span], seen))
             remaining = [index for index in remaining if spans[index] is None]
         return examples[::-1]
 
@@ -189,13 +201,7 @@ class TemplateRenderer:
         self, shown: list[Message], index: int, text: str, tools: Sequence[ToolSpec] | None
     ) -> Span | None:
         """The content, and the end of the message where it follows."""
-        content = text_of(shown[index])
-        inner = content.strip()
-        lead = content[: len(content) - len(content.lstrip())]
-        trail = content[len(lead) + len(inner) :]
-        # A template may trim the content: then only a mark within the trimmed text leaves it as it is.
-        begins = [MARK + content, lead + MARK + inner + trail]
-        ends = [content + MARK, lead + inner + MARK + trail]
+        begins, ends = _marked_contents(shown[index])
         begin = self._find_mark(shown, index, begins, text, tools)
         end = self._find_mark(shown, index, ends, text, tools)
         if begin is None or end is None:
@@ -208,7 +214,7 @@ class TemplateRenderer:
         return Span(begin, end, False)
 
     def _find_mark(
-        self, shown: list[Message], index: int, contents: list[str], text: str, tools: Sequence[ToolSpec] | None
+        self, shown: list[Message], index: int, contents: list[Content], text: str, tools: Sequence[ToolSpec] | None
     ) -> int | None:
         for content in contents:
             marked = [*shown]
@@ -218,7 +224,9 @@ class TemplateRenderer:
                 return len(before)
         return None
 
-    def _example(self, text: str, spans: Sequence[Span]) -> tuple[ModelInput, NDArray[np.float32]]:
+    def _example(
+        self, text: str, spans: Sequence[Span], images: Sequence[ImageChunk]
+    ) -> tuple[ModelInput, NDArray[np.float32]]:
         tokens = self._encode(text)
         bounds = [self._token_bounds(text, tokens, span) for span in spans]
         if any(bound is None for bound in bounds):
@@ -227,7 +235,8 @@ class TemplateRenderer:
         for bound in bounds:
             assert bound is not None
             weights[bound[0] : bound[1]] = 1
-        return ModelInput.from_ints(tokens), weights
+        places = self._places(tokens, images)
+        return with_images(tokens, places, images), spread(weights, places, images)
 
     def _token_bounds(self, text: str, tokens: list[int], span: Span) -> tuple[int, int] | None:
         begin, end = self._num_tokens_to(text, tokens, span.begin), self._num_tokens_to(text, tokens, span.end)
@@ -273,11 +282,16 @@ class TemplateRenderer:
     def _render(
         self, messages: Sequence[Message], *, prompt: bool = False, tools: Sequence[ToolSpec] | None = None
     ) -> str:
+        return self._apply([_for_template(message, self._wants_parts) for message in messages], prompt, tools)
+
+    def _apply(
+        self, messages: list[dict[str, Any]], prompt: bool = False, tools: Sequence[ToolSpec] | None = None
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
+                messages,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
                 tokenize=False,
@@ -302,6 +316,44 @@ class TemplateRenderer:
                     "tools and tool calls cannot be used with it"
                 )
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
+        return not self._writes(MARK) and self._writes([{"type": "text", "text": MARK}])
+
+    def _writes(self, content: Any) -> bool:
+        try:
+            return MARK in self._apply([{"role": "user", "content": content}])
+        except InvalidInput:
+            return False
+
+    def _probes(self) -> list[str]:
+        """What options may change: how a question is written, and one with an image."""
+        question = self._prompt([{"role": "user", "content": "?"}])
+        return [question, self._apply([{"role": "user", "content": SHOWN}]) if self._writes(SHOWN) else ""]
+
+    def _images(self, messages: Sequence[Message]) -> list[tuple[int, ImageChunk]]:
+        images = images_of(messages, self._image_processor)
+        if images and not self._writes(SHOWN):
+            raise Unsupported(
+                f"the chat template of {self.tokenizer.name_or_path!r} has no place for images; texts are accepted"
+            )
+        return images
+
+    def _places(self, tokens: Sequence[int], images: Sequence[ImageChunk]) -> list[int]:
+        """Where the template wants the images, one for each placeholder that it has written."""
+        written = self._encode(self._apply([{"role": "user", "content": SHOWN}])) if images else []
+        placeholder = placeholder_of(self.tokenizer, written)
+        places = places_of(tokens, placeholder)
+        if len(places) != len(images):
+            mark = None if placeholder is None else self._decode([placeholder])
+            raise Unsupported(
+                f"the chat template of {self.tokenizer.name_or_path!r} has {len(places)} places {mark!r} for the "
+                f"{len(images)} images of the conversation; images are accepted where it has one for each, and with "
+                "texts that do not hold this mark"
+            )
+        return places
+
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -317,8 +369,10 @@ class TemplateRenderer:
         return token
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, wants_parts: bool) -> dict[str, Any]:
     values: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    if wants_parts or has_images(message):
+        values["content"] = [part if part["type"] == "text" else {"type": "image"} for part in parts_of(message)]
     if thought := thinking_of(message):
         # Templates have three names for it, and leave alone the ones they do not know.
         values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
@@ -329,3 +383,15 @@ def _for_template(message: Message) -> dict[str, Any]:
             for call, function in zip(calls, functions, strict=True)
         ]
     return values | {key: message[key] for key in ("name", "tool_call_id") if key in message}
+
+
+def _marked_contents(message: Message) -> tuple[list[Content], list[Content]]:
+    """Contents with the mark where the message's own begins, and where it ends; the first that fits is meant."""
+    if has_images(message):
+        return marked_parts(message, MARK)
+    content = text_of(message)
+    inner = content.strip()
+    lead = content[: len(content) - len(content.lstrip())]
+    trail = content[len(lead) + len(inner) :]
+    # A template may trim the content: then only a mark within the trimmed text leaves it as it is.
+    return [MARK + content, lead + MARK + inner + trail], [content + MARK, lead + inner + MARK + trail]

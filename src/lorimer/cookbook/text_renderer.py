@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorimer import ModelInput
+from lorimer.cookbook.images import has_images
 from lorimer.cookbook.messages import (
     Message,
     Termination,
@@ -119,5 +120,7 @@ def _check(messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> Non
     check_messages(messages)
     if tools or any(message.get("tool_calls") for message in messages):
         raise Unsupported("plain text has no form for tools and tool calls; a model with a chat template may have one")
+    if any(has_images(message) for message in messages):
+        raise Unsupported("plain text has no form for images; a model with a chat template may have one")
     if any(thinking_of(message) for message in messages):
         raise Unsupported("plain text has no form for thinking; a model with a chat template may have one")

@@ -23,6 +23,7 @@ from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.operation import Outcome
 from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.sampling import AnySample
+from lorimer.scheduler.translate import estimated_tokens
 from lorimer.store import usage
 from lorimer.store.usage import UsageItem, UsageKind
 
@@ -124,7 +125,7 @@ def start_sample(
         lane="",
         seq_id=0,
         kind="sample",
-        tokens=request.prompt.length,
+        tokens=estimated_tokens(request.prompt),
         request=request,
         grammar=grammar,
         weights=weights_id,

@@ -1,5 +1,5 @@
 """One server for the tests of the compatible APIs: the small pretrained model, a model whose template knows tools and
-thoughts, and one without a template; two users. Their clients are the real ones.
+thoughts, one without a template, and two that read images; two users. Their clients are the real ones.
 """
 
 import json
@@ -12,11 +12,15 @@ import openai
 import pytest
 
 from lorimer.engine.debug import make_debug_model
+from lorimer.engine.debug_vision import make_debug_vision_model
 from tests.conformance.servers import RunningServer, create_key, running_server
+from tests.cookbook import chat_templates
 
 HERE = Path(__file__).parent
 SERVERS = ExitStack()
 TINY, TOOLED, PLAIN = "lorimer/tiny", "test/tooled", "test/plain"
+SEEING, LLAVA = "test/seeing", "test/llava"
+MOST_IMAGE_BYTES = 100_000
 
 TOOL_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -44,6 +48,10 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 def write_model(directory: Path, template: str | None) -> Path:
     """A debug model with this template."""
     make_debug_model(directory, max_position_embeddings=2048)
+    return with_template(directory, template)
+
+
+def with_template(directory: Path, template: str | None) -> Path:
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text("utf-8"))
     config.pop("chat_template")
@@ -75,7 +83,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Compatible:
     plain = write_model(folder / "plain", None)
     keys = {user: create_key(folder / "data", user) for user in ("ada", "bob")}
     models = [TINY, f"{TOOLED}={tooled}", f"{PLAIN}={plain}"]
-    return Compatible(SERVERS.enter_context(running_server(folder / "data", models, start_engines="lazy")), keys)
+    for name, architecture, template in (
+        (SEEING, "qwen3_vl", chat_templates.QWEN_VL),
+        (LLAVA, "llava", chat_templates.LLAVA),
+    ):
+        make_debug_vision_model(folder / architecture, architecture=architecture)
+        models.append(f"{name}={with_template(folder / architecture, template)}")
+    settings = {"start_engines": "lazy", "max_image_bytes": MOST_IMAGE_BYTES}
+    return Compatible(SERVERS.enter_context(running_server(folder / "data", models, **settings)), keys)
 
 
 @pytest.fixture(scope="session")

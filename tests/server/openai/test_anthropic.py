@@ -19,6 +19,8 @@ ADD = {
     },
 }
 
+LINKED = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/a.png"}}
+
 
 @pytest.fixture(scope="module")
 def claude(server) -> Iterator[anthropic.Anthropic]:
@@ -90,10 +92,11 @@ def test_thoughts_are_blocks(claude):
         ({"model": "claude-9"}, 404, "not served here"),
         ({"container": "x"}, 400, "'container' is not known"),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "Well"}]}, 400, "not available"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "'image'"),
+        ({"messages": [{"role": "user", "content": [LINKED]}]}, 400, "'url' is not opened; accepted is 'base64'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, "'document'"),
         ({"tools": [ADD]}, 400, "has no place for them"),
     ],
-    ids=["model", "parameter", "prefill", "image", "tools"],
+    ids=["model", "parameter", "prefill", "image", "document", "tools"],
 )
 def test_refusals_are_in_their_shape(claude, extra, status, text):
     body = {"model": TINY, "messages": QUESTION, "max_tokens": 5, **extra}

@@ -7,6 +7,7 @@ from lorimer.server.openai.schemas import ChatRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 def refusal(values, model=ChatRequest) -> BadParameter:
@@ -40,8 +41,12 @@ WRONG = {
     "no model": ({"messages": CHAT["messages"]}, "model"),
     "no messages": ({"model": "m", "messages": []}, "messages"),
     "role": ({**CHAT, "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    "image": (
-        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "audio": (
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages[0].content",
+    ),
+    "detail": (
+        {**CHAT, "messages": [{"role": "user", "content": [IMAGE | {"image_url": {"url": "x", "detail": "low"}}]}]},
         "messages[0].content",
     ),
     "n": ({**CHAT, "n": 129}, "n"),
@@ -60,8 +65,16 @@ def test_wrong_values_are_named_with_their_place(values, param):
     assert refusal(values).param == param
 
 
-def test_an_image_is_refused_by_its_name():
-    assert "'image_url'" in str(refusal(WRONG["image"][0]))
+def test_parts_that_are_neither_text_nor_image_are_refused_by_name():
+    assert "'input_audio'; accepted are 'text' and 'image_url'" in str(refusal(WRONG["audio"][0]))
+    assert "'low'" in str(refusal(WRONG["detail"][0]))
+
+
+def test_images_are_parts_beside_texts():
+    content = [{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}]
+    (message,) = check_parameters({**CHAT, "messages": [{"role": "user", "content": content}]}, ChatRequest).messages
+    assert [part.type for part in message.parts] == ["text", "image_url", "text"]
+    assert message.text == "ab"
 
 
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2, 3], [[1, 2], [3]]])

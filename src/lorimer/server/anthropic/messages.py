@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from lorimer.server.anthropic.schemas import (
     CountRequest,
+    ImageBlock,
     Message,
     MessagesRequest,
     TextBlock,
@@ -73,23 +74,39 @@ def text_of(content: str | Sequence[TextBlock]) -> list[str]:
     return [content] if isinstance(content, str) else [block.text for block in content]
 
 
+def chat_content(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Text is joined; where images stand between, everything is a part."""
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(block, ImageBlock) for block in content):
+        return "".join(block.text for block in content if isinstance(block, TextBlock))
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {
+            "type": "image_url",
+            "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"},
+        }
+        for block in content
+    ]
+
+
 def chat_messages(message: Message) -> list[dict[str, Any]]:
     """One message of theirs is several of chat where it holds results of tools."""
     results: list[dict[str, Any]] = []
-    made: dict[str, Any] = {"role": message.role, "content": ""}
+    said = [block for block in message.blocks if isinstance(block, TextBlock | ImageBlock)]
+    made: dict[str, Any] = {"role": message.role, "content": chat_content(said)}
     calls: list[dict[str, Any]] = []
     for block in message.blocks:
         match block:
-            case TextBlock(text=text):
-                made["content"] += text
             case ThinkingBlock(thinking=thinking):
                 made["reasoning_content"] = made.get("reasoning_content", "") + thinking
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                text = "".join(text_of(block.content))
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                content = chat_content(block.content)
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if calls:
         made["tool_calls"] = calls
     return results + ([made] if made["content"] or calls or not results else [])
@@ -143,10 +160,11 @@ def whole_block(part: Part) -> dict[str, Any]:
 
 async def answer(request: Request, job: ChatJob) -> dict[str, Any]:
     """The whole answer, when it is there."""
-    (response,) = await generating.whole(generating.start(request, job.source, job.body, [job.wanted]))
+    samples = generating.start(request, job.source, job.body, [job.wanted])
+    (response,) = await generating.whole(samples)
     (choice,), (piece,) = job.choices(), generating.whole_pieces(response)
     blocks = [whole_block(part) for part in choice.add(piece)]
-    used = shown_usage(len(job.wanted.tokens), response.prompt_cache_hit_tokens, choice.choice.num_tokens)
+    used = shown_usage(samples[0].tokens, response.prompt_cache_hit_tokens, choice.choice.num_tokens)
     return shown_message(job, blocks) | stop_reason(choice) | {"usage": used}
 
 
@@ -167,7 +185,7 @@ async def events(request: Request, job: ChatJob) -> AsyncGenerator[Event]:
     for event in blocks.end():
         yield named(event)
     cached = samples[0].answer.result().prompt_cache_hit_tokens
-    used = shown_usage(len(job.wanted.tokens), cached, choice.choice.num_tokens)
+    used = shown_usage(samples[0].tokens, cached, choice.choice.num_tokens)
     yield named({"type": "message_delta", "delta": stop_reason(choice), "usage": used})
     yield named({"type": "message_stop"})
 
@@ -206,4 +224,8 @@ def named(event: dict[str, Any]) -> Event:
 async def count(request: Request, body: CountRequest) -> dict[str, int]:
     """How many tokens the prompt has."""
     job = await chat.prepare(request, chat_request(body))
+    if job.wanted.prompt is not None:
+        raise BadParameter(
+            "messages", "messages hold an image, whose tokens only the engine counts; texts are accepted"
+        )
     return {"input_tokens": len(job.wanted.tokens)}

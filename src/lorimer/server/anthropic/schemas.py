@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, StrictBool, field_validator
+from pydantic import Field, JsonValue, StrictBool, field_validator, model_validator
 
 from lorimer.server.openai.schemas import Count, Effort, Sent
 
 CacheControl = dict[str, JsonValue]
 """Accepted and without effect: prefixes are cached by themselves."""
-ACCEPTED_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+ACCEPTED_BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class TextBlock(Sent):
@@ -16,6 +16,26 @@ class TextBlock(Sent):
     text: str
     cache_control: CacheControl = Field(default={})
     citations: list[JsonValue] = Field(default=[])
+
+
+class ImageSource(Sent):
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg"]
+    data: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_the_image(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type") != "base64":
+            kind = str(values.get("type"))[:100]
+            raise ValueError(f"an image of source type {kind!r} is not opened; accepted is 'base64'")
+        return values
+
+
+class ImageBlock(Sent):
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheControl = Field(default={})
 
 
 class ThinkingBlock(Sent):
@@ -40,13 +60,14 @@ class ToolUseBlock(Sent):
 class ToolResultBlock(Sent):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
     is_error: StrictBool = False
     cache_control: CacheControl = Field(default={})
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 

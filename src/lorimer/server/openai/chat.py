@@ -13,15 +13,18 @@ from starlette.requests import Request
 
 from lorimer import types
 from lorimer.scheduler.streaming import Piece
+from lorimer.server.context import context_of
 from lorimer.server.openai import generating
 from lorimer.server.openai.generating import Choice, Source, TokenScore, Wanted, check_room, find_source
 from lorimer.server.openai.grammars import answer_grammar, chosen_tools, tool_syntax
+from lorimer.server.openai.images import images_of, prompt_with
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.parsing import END_THINK, THINK, AnswerFormat, AnswerParser, Part, joined, merged
-from lorimer.server.openai.schemas import ChatRequest, Message
+from lorimer.server.openai.schemas import ChatRequest, ImagePart, Message
 from lorimer.server.openai.templates import RESERVED, ChatTemplate
 from lorimer.server.openai.tools import Call
 from lorimer.server.openai.usage import Usage
+from lorimer.server.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,13 @@ class ChatJob:
 async def prepare(request: Request, body: ChatRequest) -> ChatJob:
     """Render and encode the messages; everything that can be refused before sampling is refused here."""
     source = await find_source(request, body.model)
-    return await asyncio.to_thread(_prepare, body, source)
+    return await asyncio.to_thread(_prepare, body, source, context_of(request).settings)
 
 
-def _prepare(body: ChatRequest, source: Source) -> ChatJob:
+def _prepare(body: ChatRequest, source: Source, settings: Settings) -> ChatJob:
     tools = chosen_tools(body)
     template = source.text.template(bool(tools))
+    images = images_of(body.messages, source.text, template, settings)
     syntax = tool_syntax(source.text, template) if tools else None
     grammar = answer_grammar(body, tools, syntax, source.text)
     sent = [tool.model_dump(exclude_unset=True) for tool in tools.values()] or None
@@ -73,13 +77,21 @@ def _prepare(body: ChatRequest, source: Source) -> ChatJob:
         most_calls=None if body.parallel_tool_calls else 1,
     )
     topk = (body.top_logprobs or 0) if body.logprobs else 0
-    return ChatJob(body, source, Wanted(tokens, max_tokens, topk, grammar=grammar), form)
+    seen = prompt_with(images, tokens, source.text) if images else None
+    return ChatJob(body, source, Wanted(tokens, max_tokens, topk, grammar=grammar, prompt=seen), form)
 
 
 def template_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Messages in the words of chat templates: arguments of calls are objects, and text is never missing."""
     has_developer = "developer" in template.source
-    return [_template_message(message, index, has_developer) for index, message in enumerate(messages)]
+    made = [_template_message(message, index, has_developer) for index, message in enumerate(messages)]
+    for message, one in zip(messages, made, strict=True):
+        if template.wants_parts or any(isinstance(part, ImagePart) for part in message.parts):
+            one["content"] = [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                for part in message.parts
+            ]
+    return made
 
 
 def _template_message(message: Message, index: int, has_developer: bool) -> dict[str, Any]:
@@ -190,10 +202,10 @@ async def answer(request: Request, job: ChatJob) -> dict[str, Any]:
     """The whole answer, when it is there."""
     samples = generating.start(request, job.source, job.body, [job.wanted])
     (response,) = await generating.whole(samples)
-    return completion(job, response)
+    return completion(job, response, samples[0].tokens)
 
 
-def completion(job: ChatJob, response: types.SampleResponse) -> dict[str, Any]:
+def completion(job: ChatJob, response: types.SampleResponse, num_prompt: int) -> dict[str, Any]:
     choices, shown = job.choices(), []
     for choice, piece in zip(choices, generating.whole_pieces(response), strict=True):
         message = shown_message(choice.add(piece))
@@ -205,12 +217,13 @@ def completion(job: ChatJob, response: types.SampleResponse) -> dict[str, Any]:
                 "logprobs": {"content": choice.scores(), "refusal": None} if job.body.logprobs else None,
             }
         )
-    return {**job.head("chat.completion"), "choices": shown, "usage": usage(job, choices, response).shown()}
+    return {**job.head("chat.completion"), "choices": shown, "usage": usage(choices, response, num_prompt).shown()}
 
 
-def usage(job: ChatJob, choices: list[ChatChoice], response: types.SampleResponse) -> Usage:
+def usage(choices: list[ChatChoice], response: types.SampleResponse, num_prompt: int) -> Usage:
+    """``num_prompt`` as the engine counts, which alone knows how long an image is."""
     return Usage(
-        num_prompt=len(job.wanted.tokens),
+        num_prompt=num_prompt,
         num_cached=response.prompt_cache_hit_tokens,
         num_sampled=sum(choice.choice.num_tokens for choice in choices),
         num_thought=sum(choice.num_thought for choice in choices),
@@ -246,7 +259,7 @@ async def chunks(request: Request, job: ChatJob) -> AsyncGenerator[Mapping[str, 
                 }
                 yield {**head, "choices": [shown]}
     if with_usage:
-        used = usage(job, choices, samples[0].answer.result())
+        used = usage(choices, samples[0].answer.result(), samples[0].tokens)
         yield {**head, "choices": [], "usage": used.shown()}
 
 

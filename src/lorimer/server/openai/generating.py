@@ -5,12 +5,14 @@ the end makes no difference to a choice, so that streamed and whole answers are 
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from lorimer import types
+from lorimer.errors import InvalidInput
 from lorimer.scheduler.streaming import DirectSample, Piece, start_sample
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openai.detokenizing import Detokenizer, StopText
@@ -23,6 +25,7 @@ from lorimer.types.paths import SCHEME
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have: a token that a grammar excludes."""
+_CHUNK = re.compile(r"\bprompt\.chunks\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,14 @@ class Wanted:
     """How to sample one prompt."""
 
     tokens: list[int]
+    """The text of the prompt; an image is one token of it."""
     max_tokens: int | None
     topk: int = 0
     prompt_topk: int | None = None
     """Score the prompt, with so many alternatives."""
     grammar: str = ""
+    prompt: types.ModelInput | None = None
+    """With its images; ``None`` if the tokens are all."""
 
     def request(self, body: Sampling) -> types.SampleRequest:
         params = types.SamplingParams(
@@ -70,7 +76,7 @@ class Wanted:
         )
         return types.SampleRequest(
             num_samples=body.n,
-            prompt=types.ModelInput.from_ints(self.tokens),
+            prompt=self.prompt or types.ModelInput.from_ints(self.tokens),
             sampling_params=params,
             topk_sample_logprobs=self.topk,
             prompt_logprobs=True if self.prompt_topk is not None else None,
@@ -194,9 +200,24 @@ async def whole(samples: Samples) -> list[types.SampleResponse]:
         # Not gathered: whoever stops waiting for it would cancel the answers, and not the samples.
         await asyncio.wait([sample.answer for sample in samples], return_when=asyncio.FIRST_EXCEPTION)
         failed = [sample for sample in samples if sample.answer.done() and sample.answer.exception() is not None]
-        return [sample.answer.result() for sample in failed or samples]
+        if failed:
+            raise named_images(failed[0], failed[0].answer.exception())
+        return [sample.answer.result() for sample in samples]
     finally:
         close(samples)
+
+
+def named_images(sample: DirectSample, error: BaseException | None) -> Exception:
+    """The error of a sample; where the engine names a chunk of the prompt, callers know an image of their messages."""
+    assert isinstance(error, Exception)
+    if not isinstance(error, InvalidInput):
+        return error
+
+    def name(chunk: re.Match[str]) -> str:
+        before = sample.request.prompt.chunks[: int(chunk[1])]
+        return f"image {sum(isinstance(one, types.ImageChunk) for one in before)} of messages"
+
+    return type(error)(_CHUNK.sub(name, str(error)))
 
 
 def whole_pieces(response: types.SampleResponse) -> list[Piece]:
@@ -217,7 +238,7 @@ async def streamed(samples: Samples) -> AsyncGenerator[tuple[int, Piece]]:
                 queue.put_nowait((number, pieces))
             queue.put_nowait(None)
         except Exception as error:
-            queue.put_nowait(error)
+            queue.put_nowait(named_images(sample, error))
 
     tasks = [asyncio.ensure_future(follow(number, sample)) for number, sample in enumerate(samples)]
     try:

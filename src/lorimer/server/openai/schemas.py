@@ -85,11 +85,26 @@ class TextPart(Sent):
     text: str
 
 
+class ImageUrl(Sent):
+    url: str
+    detail: Literal["auto", "high", "original"] = "auto"
+    """Accepted and without effect: a model reads an image as it was sent."""
+
+
+class ImagePart(Sent):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+ACCEPTED_PARTS = ("text", "image_url")
+
+
 class Message(Sent):
     """One message; fields that only repeat an earlier answer are accepted and not read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | list[ContentPart] = ""
     name: str = ""
     tool_calls: list[ToolCall] = []
     tool_call_id: str = ""
@@ -100,16 +115,21 @@ class Message(Sent):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text_only(cls, content: Any) -> Any:
+    def _known_parts(cls, content: Any) -> Any:
         for index, part in enumerate(content if isinstance(content, list) else []):
             kind = part.get("type") if isinstance(part, dict) else part
-            if kind != "text":
-                raise ValueError(f"part {index} is of type {str(kind)[:100]!r}; accepted is 'text'")
+            if kind not in ACCEPTED_PARTS:
+                accepted = " and ".join(map(repr, ACCEPTED_PARTS))
+                raise ValueError(f"part {index} is of type {str(kind)[:100]!r}; accepted are {accepted}")
         return content
 
     @property
+    def parts(self) -> list[TextPart | ImagePart]:
+        return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
+
+    @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 class ChosenFunction(Sent):

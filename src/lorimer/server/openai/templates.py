@@ -6,6 +6,7 @@ The template comes with the model, so the operator has chosen it; what it is giv
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_
 """What a template is given by us; callers add other names."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _SHOWN_CHARS = 300
+_MARK = "zqmarkqz"
+"""Put into a message to see whether a template writes it."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -43,6 +46,22 @@ class ChatTemplate:
         environment = _environment()
         self._template = environment.from_string(source)
         self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
+        return not self._writes(_MARK) and self._writes([{"type": "text", "text": _MARK}])
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether content may hold parts that are no text."""
+        return self._writes([{"type": "image"}, {"type": "text", "text": _MARK}])
+
+    def _writes(self, content: object) -> bool:
+        try:
+            return _MARK in self.render([{"role": "user", "content": content}], None)
+        except InvalidInput:
+            return False
 
     def reads(self, name: str) -> bool:
         """Whether the template looks at a variable of this name."""

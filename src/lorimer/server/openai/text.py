@@ -4,6 +4,7 @@ Loaded with ``tokenizers`` and Jinja alone: the API process has neither torch no
 """
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,15 @@ class TextModel:
     templates: dict[str, ChatTemplate]
     eos_token_ids: tuple[int, ...]
     max_context: int
+    no_images: str = ""
+    """Why the model reads no images; empty if it does."""
+    image_token: int | None = None
+    """What its chat template writes where an image belongs."""
 
     @classmethod
-    def load(cls, name: str, directory: Path, eos_token_ids: list[int], max_context: int) -> "TextModel":
+    def load(
+        cls, name: str, directory: Path, eos_token_ids: list[int], max_context: int, no_images: str
+    ) -> "TextModel":
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise Unsupported(f"model {name!r} has no tokenizer.json, so it can be sampled by token ids only")
@@ -40,7 +47,9 @@ class TextModel:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         templates = read_templates(directory)
-        return cls(name, tokenizer, TokenBytes(tokenizer), templates, tuple(eos_token_ids), max_context)
+        image_token = None if no_images else _image_token(directory / "config.json")
+        eos = tuple(eos_token_ids)
+        return cls(name, tokenizer, TokenBytes(tokenizer), templates, eos, max_context, no_images, image_token)
 
     def template(self, has_tools: bool) -> ChatTemplate:
         found = self.templates.get(WITH_TOOLS) if has_tools else None
@@ -62,16 +71,24 @@ class TextModel:
         return number if number in self.tokenizer.get_added_tokens_decoder() else None
 
 
+def _image_token(file: Path) -> int | None:
+    config = json.loads(file.read_text("utf-8"))
+    found: int | None = config.get("image_token_id", config.get("image_token_index"))
+    return found
+
+
 class TextModels:
     """Those that have been asked for, by name and directory."""
 
     def __init__(self) -> None:
         self._loaded: dict[tuple[str, str], asyncio.Future[TextModel]] = {}
 
-    async def get(self, name: str, directory: str, eos_token_ids: list[int], max_context: int) -> TextModel:
+    async def get(
+        self, name: str, directory: str, eos_token_ids: list[int], max_context: int, no_images: str
+    ) -> TextModel:
         key = (name, directory)
         if key not in self._loaded:
-            loading = asyncio.to_thread(TextModel.load, name, Path(directory), eos_token_ids, max_context)
+            loading = asyncio.to_thread(TextModel.load, name, Path(directory), eos_token_ids, max_context, no_images)
             self._loaded[key] = asyncio.ensure_future(loading)
         try:
             return await asyncio.shield(self._loaded[key])
@@ -87,4 +104,4 @@ async def text_model(request: Request, base_model: str) -> TextModel:
         state.text_models = TextModels()
     info = await context_of(request).scheduler.model_info(base_model)
     models: TextModels = state.text_models
-    return await models.get(base_model, info.directory, info.eos_token_ids, info.max_context)
+    return await models.get(base_model, info.directory, info.eos_token_ids, info.max_context, info.no_images)

@@ -22,6 +22,8 @@ FILES = (
     "chat_template.json",
     "config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "spiece.model",
@@ -31,7 +33,7 @@ FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""What a tokenizer of ``transformers`` is read from; nothing else of a model's directory is handed out."""
+"""What a tokenizer and an image processor of ``transformers`` are read from; nothing else is handed out."""
 LISTING: dict[str, Any] = {
     "type": "object",
     "required": ["files"],
