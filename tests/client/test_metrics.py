@@ -69,6 +69,32 @@ def test_pages_are_put_together(trainer, rest, monkeypatch):
     assert rest.get_metrics(trainer.model_id, after=found.cursor).result().series == []
 
 
+def test_a_long_run_is_thinned_when_that_is_wanted(trainer, rest):
+    points = [client_metrics.metric_point({"reward": 50.0 if step == 321 else step % 3}, step) for step in range(1000)]
+    trainer.reports.send(points).result()
+    whole = rest.get_metrics(trainer.model_id).result()
+    assert [len(one.points) for one in whole.series] == [1000] and whole.series[0].steps_per_bucket == 1
+    thinned = rest.get_metrics(trainer.model_id, max_points=60).result()
+    (series,) = thinned.series
+    assert len(series.points) <= 60 and series.steps_per_bucket == 128
+    assert (321, 50.0) in [(step, value) for step, _, value in series.points]
+    trainer.log_metrics({"reward": 2.0}, 1000).result()
+    assert values(rest.get_metrics(trainer.model_id, after=thinned.cursor).result()) == {
+        ("client", "reward"): {1000: 2}
+    }
+    close = rest.get_metrics(trainer.model_id, first_step=320, last_step=322).result()
+    assert values(close) == {("client", "reward"): {320: 2.0, 321: 50.0, 322: 1.0}}
+
+
+async def test_thinned_pages_are_thinned_as_one(trainer, rest):
+    points = [client_metrics.metric_point({"reward": step}, step) for step in range(1000)]
+    trainer.reports.send(points).result()
+    whole = await rest.get_metrics_async(trainer.model_id, max_points=60)
+    parts = [client_metrics.columns(one) for one in (await rest.get_metrics_async(trainer.model_id)).series]
+    pages = [client_metrics.thin(parts[0].take(parts[0].steps // 300 == page), 60) for page in range(4)]
+    assert client_metrics.merge("reward", "client", pages, 60) == whole.series[0]
+
+
 def test_a_call_that_is_sent_in_parts_is_one_value(trainer, rest):
     number = trainer._connection.config.fwdbwd_max_chunk_len + 1
     output = trainer.forward_backward([DATUM] * number, "cross_entropy").result()
@@ -87,3 +113,5 @@ def test_refusals_name_what_is_wrong(trainer, rest):
             trainer.log_metrics({"a": value}, 1)
     with pytest.raises(lorimer.NotFoundError):
         rest.get_metrics("nothing:train:0").result()
+    with pytest.raises(lorimer.BadRequestError, match="max_points is '1'; 5 to 10000 is accepted"):
+        rest.get_metrics(trainer.model_id, max_points=1).result()

@@ -7,8 +7,8 @@ from sqlalchemy import delete, func, select
 
 from lorimer.errors import TooLarge
 from lorimer.store import metrics
-from lorimer.store.metrics import Report
-from lorimer.store.tables import metric_names, runs
+from lorimer.store.metrics import Choice, Report
+from lorimer.store.tables import metric_names, metric_totals, runs
 from lorimer.store.tables import metrics as table
 
 ROOM = {"most_names": 1000, "most_values": 1_000_000}
@@ -38,15 +38,18 @@ def tell(store, run):
 def read(store, run):
     """The points of each series, without their times, and the cursor."""
 
-    def read(after=metrics.START, limit=10_000):
-        found = store.read_now(metrics.read, run.model_id, after, limit)
-        series = {
-            f"{source}/{name}": [(step, value) for step, _, value in points]
-            for (source, name), points in found.series.items()
-        }
-        return series, found.cursor
+    def read(after=metrics.START, limit=10_000, **choice):
+        found = store.read_now(metrics.read, run.model_id, after, limit, Choice(**choice))
+        return plain(found), found.cursor
 
     return read
+
+
+def plain(found):
+    return {
+        f"{source}/{name}": [(step, value) for step, _, value in one.points()]
+        for (source, name), one in found.series.items()
+    }
 
 
 def test_a_step_is_one_more_than_the_optimiser_steps_before(measure, read):
@@ -141,9 +144,110 @@ def test_one_reading_is_bounded_by_its_size(store, run, tell, monkeypatch):
     for step in range(4):
         tell(step, a=1.0, b=2.0)
     first = store.read_now(metrics.read, run.model_id)
-    assert first.has_more and [len(points) for points in first.series.values()] == [2, 2]
+    assert first.has_more and [len(one.steps) for one in first.series.values()] == [2, 2]
     rest = store.read_now(metrics.read, run.model_id, first.cursor)
-    assert not rest.has_more and [points[-1][0] for points in rest.series.values()] == [3, 3]
+    assert not rest.has_more and [one.steps[-1] for one in rest.series.values()] == [3, 3]
+
+
+def train(store, run, num_steps, first=1):
+    """Steps of two parts each and a report, with a spike and a gap in the middle; written as one."""
+    middle = first + num_steps // 2
+
+    def write(c):
+        for step in range(first, first + num_steps):
+            loss = 50.0 if step == middle else 1.0 + step % 7 / 8
+            for part in range(2):
+                add_part(c, 3 * step - 2 + part, {"loss:sum": loss / 2, "ratio:mean": 1.0})
+            add_part(c, 3 * step, {"grad_norm": math.nan if step == middle else step / 4}, is_step=True)
+        reports = [Report(step, float(step), {"reward": step / 8}) for step in range(first, first + num_steps)]
+        metrics.report(c, run.model_id, reports, **ROOM)
+
+    def add_part(c, number, values, is_step=False):
+        metrics.add_operation(c, run.model_id, number, values, num_datums=2, is_step=is_step)
+
+    store.write_now(write)
+
+
+def test_a_long_run_is_thinned_without_losing_spikes_and_gaps(store, run, tell, measure, read):
+    train(store, run, 400)
+    whole, end = read()
+    assert all([step for step, _ in points] == list(range(1, 401)) for points in whole.values())
+    found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(max_points=50))
+    assert (found.cursor, found.has_more, found.num_entries) == (end, False, 1600)
+    for key, one in found.series.items():
+        points = whole["/".join(key)]
+        assert 14 <= len(one.steps) <= 50 and one.steps_per_bucket == 64
+        assert [(step, value) for step, _, value in one.points() if not math.isnan(value)] == [
+            point for point in points if point[0] in one.steps and not math.isnan(point[1])
+        ]
+        assert (one.steps[0], one.steps[-1]) == (1, 400)
+    thinned = plain(found)
+    assert (201, 50.0) in thinned["engine/loss:sum"]
+    assert [step for step, value in thinned["engine/grad_norm"] if math.isnan(value)] == [201]
+    tell(401, reward=7.0)
+    tell(3, reward=8.0)
+    measure(1201, {"loss:sum": 3.0})
+    assert read(found.cursor, max_points=50)[0] == {
+        "client/reward": [(3, 8.0), (401, 7.0)],
+        "engine/loss:sum": [(401, 3.0)],
+    }
+
+
+def test_thinned_in_parts_is_thinned_as_one(store, run, monkeypatch):
+    train(store, run, 400)
+    choice = Choice(max_points=60)
+    at_once = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, choice)
+    monkeypatch.setattr(metrics, "MOST_BYTES_TO_THIN", 2000)
+    found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, choice)
+    num_parts = 1
+    while found.has_more:
+        assert max(len(one.steps) for one in found.series.values()) <= 60
+        found = store.read_now(metrics.read_on, run.model_id, found, 10_000, choice)
+        num_parts += 1
+    assert num_parts > 5 and (found.cursor, found.num_entries) == (at_once.cursor, at_once.num_entries)
+    for key, one in found.series.items():
+        other = at_once.series[key]
+        assert one.steps_per_bucket <= other.steps_per_bucket
+        assert {point[0]: repr(point) for point in one.points()}.items() >= {
+            point[0]: repr(point) for point in other.points()
+        }.items()
+
+
+def test_many_metrics_share_the_room_of_an_answer(store, run, monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_THINNED_POINTS", 100)
+    reports = [Report(step, 0.0, {f"m{n}": float(step) for n in range(10)}) for step in range(100)]
+    store.write_now(metrics.report, run.model_id, reports, **ROOM)
+    found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(max_points=50))
+    assert len(found.series) == 10 and sum(len(one.steps) for one in found.series.values()) <= 100
+    one = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(frozenset(["m3"]), None, 50))
+    assert list(one.series) == [("client", "m3")] and 10 < len(one.series["client", "m3"].steps) <= 50
+
+
+@pytest.mark.parametrize("limit", [1, 7, 10_000])
+@pytest.mark.parametrize("steps", [(0, 0), (1, 1), (5, 9), (18, 40), (0, 2**53 - 1), (30, 40)], ids=str)
+def test_a_range_of_steps_is_given_in_full(store, run, read, measure, steps, limit):
+    train(store, run, 20)
+    measure(61, {"loss:sum": 3.0})  # of a step that has not ended
+    whole, _ = read()
+    wanted = {name: [point for point in points if steps[0] <= point[0] <= steps[1]] for name, points in whole.items()}
+    found, cursor, has_more = {}, metrics.START, True
+    while has_more:
+        page = store.read_now(metrics.read, run.model_id, cursor, limit, Choice(steps=steps))
+        assert page.num_entries <= limit
+        for name, points in plain(page).items():
+            found.setdefault(name, {}).update(points)
+        cursor, has_more = page.cursor, page.has_more
+    assert {name: repr(sorted(points.items())) for name, points in found.items()} == {
+        name: repr(points) for name, points in wanted.items() if points
+    }
+
+
+def test_a_range_is_right_in_whatever_order_steps_came_on_record(measure, read):
+    for number in (1, 2, 5, 6, 3, 4, 8, 7):
+        measure(number, {"loss:sum": float(number)}, is_step=number % 2 == 0)
+    assert read()[0] == {"engine/loss:sum": [(1, 3.0), (2, 7.0), (3, 11.0), (4, 15.0)]}
+    for step, value in read()[0]["engine/loss:sum"]:
+        assert read(steps=(step, step))[0] == {"engine/loss:sum": [(step, value)]}
 
 
 def test_numbers_that_are_not_finite_stay_what_they_are(measure, tell, read):
@@ -158,7 +262,7 @@ def test_numbers_that_are_not_finite_stay_what_they_are(measure, tell, read):
 def test_times_are_those_of_the_report(store, run, tell):
     tell(1, 1767225600.25, reward=1.0)
     found = store.read_now(metrics.read, run.model_id)
-    assert found.series["client", "reward"] == [(1, 1767225600.25, 1.0)]
+    assert found.series["client", "reward"].points() == [(1, 1767225600.25, 1.0)]
 
 
 def test_the_last_of_one_report_counts(store, run, read):
@@ -183,6 +287,7 @@ def test_room_is_limited_by_values_and_names_and_a_refusal_keeps_nothing(store, 
     tell(1, a=1.0, b=1.0)
     tell(2, a=2.0, b=2.0)
     tell(2, a=3.0, b=3.0)  # in place of what is there
+    tell(2, b=4.0)
     before = read()
     with pytest.raises(TooLarge, match=r"would have 5 reported values; at most 4 is .* \(max_metric_values_per_run\)"):
         tell(3, a=1.0)
@@ -202,5 +307,6 @@ def test_metrics_go_with_their_run_and_only_theirs(store, run, session, tell, me
     measure(1, {"loss:sum": 1.0})
     store.write_now(lambda c: c.execute(delete(runs).where(runs.c.model_id == run.model_id)))
     assert store.read_now(metrics.read, run.model_id).series == {}
-    assert store.read_now(lambda c: list(c.execute(select(metric_names.c.model_id)).scalars())) == [other.model_id]
-    assert store.read_now(metrics.read, other.model_id).series["client", "reward"][0][2] == 5.0
+    for kept in (metric_names, metric_totals):
+        assert store.read_now(lambda c, of=kept: list(c.execute(select(of.c.model_id)).scalars())) == [other.model_id]
+    assert store.read_now(metrics.read, other.model_id).series["client", "reward"].points()[0][2] == 5.0

@@ -22,6 +22,7 @@ QUESTIONS = {
     "operations of a run": lambda c: futures.newest_of_lane(c, "lane", 9, 10),
     "errors": lambda c: futures.newest_errors(c, "u", 20),
     "metrics": lambda c: metrics.read(c, "r", metrics.Cursor(3)),
+    "metrics of steps": lambda c: metrics.read(c, "r", metrics.Cursor(3), 10, metrics.Choice(steps=(5, 9))),
     "runs by model": lambda c: runs.count_by_model(c, "u"),
     "sessions": lambda c: sessions.list_sessions(c, "u", 20, 0),
     "search": lambda c: sessions.search_sessions(c, user_ids=["u"], request=SessionSearchRequest()),

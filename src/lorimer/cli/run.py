@@ -152,7 +152,8 @@ def metrics(
         found = rest_client(base_url, api_key, data).get_metrics(run_id_of(run)).result()
         series = [one for one in found.series if name is None or any(fnmatchcase(one.name, like) for like in name)]
         if output is Format.json:
-            print_json({"series": [one.model_dump(mode="json") for one in series], "cursor": found.cursor})
+            shown = [one.model_dump(mode="json", exclude_defaults=True) for one in series]
+            print_json({"series": shown, "cursor": found.cursor})
             return
         if series:
             print_table(METRIC_COLUMNS, [metric_row(one) for one in series])

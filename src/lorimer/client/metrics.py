@@ -1,10 +1,13 @@
 """Metrics of runs: reported in the order of the calls, and read page by page until there is nothing new."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 from urllib.parse import quote, urlencode
+
+import numpy as np
 
 from lorimer.client.connection import Connection
 from lorimer.client.futures import AwaitableConcurrentFuture
@@ -17,6 +20,7 @@ from lorimer.types.metrics import (
     RunMetricsResponse,
     spelled,
 )
+from lorimer.types.thinning import Columns, join, thin
 
 PAGE_ENTRIES = 10_000
 """Most operations and reported steps of one answer."""
@@ -48,23 +52,51 @@ class Reports:
 
 
 async def read_metrics(
-    connection: Connection, model_id: str, names: Sequence[str] | None, after: str | None
+    connection: Connection,
+    model_id: str,
+    names: Sequence[str] | None,
+    after: str | None,
+    *,
+    first_step: int | None = None,
+    last_step: int | None = None,
+    max_points: int | None = None,
 ) -> RunMetricsResponse:
-    """All points, or those since a cursor."""
-    points: dict[tuple[str, str], dict[int, tuple[int, float, float | None]]] = {}
+    """All points, or those since a cursor; of some steps, and thinned, if that is wanted."""
+    query = {
+        "names": None if names is None else ",".join(names),
+        "first_step": first_step,
+        "last_step": last_step,
+        "max_points": max_points,
+        "limit": PAGE_ENTRIES if max_points is None else None,
+    }
+    parts: dict[tuple[str, str], list[Columns]] = {}
     cursor, has_more = after, True
     while has_more:
-        query = {"limit": PAGE_ENTRIES, "after": cursor, "names": None if names is None else ",".join(names)}
-        given = urlencode({key: value for key, value in query.items() if value is not None})
+        given = urlencode({key: value for key, value in (query | {"after": cursor}).items() if value is not None})
         page = await connection.transport.ask(RunMetricsResponse, "GET", f"{metrics_path(model_id)}?{given}")
         for series in page.series:
-            points.setdefault((series.source, series.name), {}).update({point[0]: point for point in series.points})
+            parts.setdefault((series.source, series.name), []).append(columns(series))
         cursor, has_more = page.cursor, page.has_more
-    merged = [
-        MetricSeries.model_validate({"name": name, "source": source, "points": [found[step] for step in sorted(found)]})
-        for (source, name), found in sorted(points.items())
-    ]
+    merged = [merge(name, source, parts[source, name], max_points) for source, name in sorted(parts)]
     return RunMetricsResponse(series=merged, cursor=cursor or "", has_more=False)
+
+
+def columns(series: MetricSeries) -> Columns:
+    steps = np.array([step for step, _, _ in series.points], np.int64)
+    times = np.array([seconds for _, seconds, _ in series.points], np.float64)
+    values = np.array([math.nan if value is None else value for _, _, value in series.points], np.float64)
+    return Columns(steps, times, values, series.steps_per_bucket)
+
+
+def merge(name: str, source: str, parts: Sequence[Columns], max_points: int | None) -> MetricSeries:
+    """Parts that were read one after the other as one series."""
+    whole = join(parts)
+    if max_points is not None:
+        whole = thin(whole, max_points)
+    points = [(step, at, None if math.isnan(value) else value) for step, at, value in whole.points()]
+    return MetricSeries.model_validate(
+        {"name": name, "source": source, "points": points, "steps_per_bucket": whole.steps_per_bucket}
+    )
 
 
 def metrics_path(model_id: str) -> str:

@@ -73,18 +73,36 @@ class RestClient(AdminClient):
         return await self._wait(self.list_training_runs(limit, offset, access_scope, project_id))
 
     def get_metrics(
-        self, training_run_id: types.ModelID, names: Sequence[str] | None = None, *, after: str | None = None
+        self,
+        training_run_id: types.ModelID,
+        names: Sequence[str] | None = None,
+        *,
+        after: str | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        max_points: int | None = None,
     ) -> "Future[RunMetricsResponse]":
         """Every point of a run's metrics, or of those called ``names``; ours alone.
 
-        With the ``cursor`` of an earlier answer as ``after``, only what is new or was written again since.
+        With the ``cursor`` of an earlier answer as ``after``, only what is new or was written again since. A series of
+        more than ``max_points`` is thinned by the server: of every ``steps_per_bucket`` steps it gives the first, last,
+        least, greatest and first not finite point.
         """
-        return self._connection.loop.run(read_metrics(self._connection, training_run_id, names, after))
+        chosen = {"first_step": first_step, "last_step": last_step, "max_points": max_points}
+        return self._connection.loop.run(read_metrics(self._connection, training_run_id, names, after, **chosen))
 
     async def get_metrics_async(
-        self, training_run_id: types.ModelID, names: Sequence[str] | None = None, *, after: str | None = None
+        self,
+        training_run_id: types.ModelID,
+        names: Sequence[str] | None = None,
+        *,
+        after: str | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        max_points: int | None = None,
     ) -> RunMetricsResponse:
-        return await self._wait(self.get_metrics(training_run_id, names, after=after))
+        chosen = {"first_step": first_step, "last_step": last_step, "max_points": max_points}
+        return await self._wait(self.get_metrics(training_run_id, names, after=after, **chosen))
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 

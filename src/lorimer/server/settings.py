@@ -128,7 +128,7 @@ class Settings:
     ] = 10_000
     max_runs_per_session: Annotated[int, Meaning("Most training runs of one session.", 1)] = LIMITS.max_runs_per_session
     max_metric_names_per_run: Annotated[int, Meaning("Most metrics that clients report to one run.", 1)] = 1000
-    max_metric_values_per_run: Annotated[int, Meaning("Most values of those, over all steps.", 1)] = 1_000_000
+    max_metric_values_per_run: Annotated[int, Meaning("Most values of those, over all steps.", 1)] = 5_000_000
     max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
         LIMITS.max_open_operations
     )

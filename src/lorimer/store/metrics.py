@@ -3,34 +3,36 @@
 The table is a log, read on from a cursor. An entry of the engine is one operation: its step is worked out when it is
 read, as one more than the optimiser steps before it, so that it is right in whatever order results came on record. An
 entry of a client is one step: a name that is reported again is taken out of the older entry, so that the later value
-counts and nothing grows by repetition. Entries go with their run.
+counts and nothing grows by repetition. Entries go with their run. What they hold is made to series by `metric_series`.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
+import numpy as np
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
 
 from lorimer.errors import TooLarge
-from lorimer.store.tables import metric_names, metrics
-from lorimer.types.metrics import reduce_metric
+from lorimer.store.metric_series import FIELDS, Entries, client_series, decode, encode, engine_series
+from lorimer.store.tables import metric_names, metric_totals, metrics
+from lorimer.types.thinning import POINTS_PER_BUCKET, Columns, join, thin
 
 Source = Literal["engine", "client"]
-Point = tuple[int, float, float]
-"""Step, seconds since 1970, value."""
 
 ROWS_AT_ONCE = 250
+MOST_ROWS_AT_ONCE = 4000
 MOST_BYTES = 1024 * 1024
 """One reading ends after the entry with which it has so many: some fifty thousand values."""
+MOST_BYTES_TO_THIN = 4 * MOST_BYTES
+"""The same where little is given of much."""
+MOST_THINNED_POINTS = 60_000
+"""Of all series together, so that a run with very many metrics has fewer points of each."""
+LAST_NUMBER = 2**63 - 1
 
 _ADD = metrics.insert().inline()
-_COLUMNS = [metrics.c[name] for name in ("entry_id", "source", "number", "is_step", "weight", "at", "data")]
-_encode = msgspec.msgpack.Encoder().encode  # numbers that are not finite stay what they are
-_decode = msgspec.msgpack.Decoder(dict[str, float]).decode
+_COLUMNS = [metrics.c[name] for name in FIELDS]
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,23 @@ START = Cursor()
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Which points are wanted: of some names, of steps from one to another, so many of each series at most."""
+
+    names: Collection[str] | None = None
+    steps: tuple[int, int] | None = None
+    max_points: int | None = None
+
+
+ALL = Choice()
+
+
+@dataclass(frozen=True)
 class Reading:
-    series: dict[tuple[Source, str], list[Point]]
-    """By source and name, in order of the steps."""
+    series: dict[tuple[Source, str], Columns]
     cursor: Cursor
     has_more: bool
+    num_entries: int
 
 
 def add_operation(
@@ -80,86 +94,119 @@ def report(c: Connection, model_id: str, reports: Sequence[Report], *, most_name
     if not by_step:
         return 0
     _add_names(c, model_id, {name for _, values in by_step.values() for name in values}, most_names)
-    _take_out(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
+    num_taken = _take_out(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
     rows = [_row(model_id, "client", step, at, values, len(values)) for step, (at, values) in by_step.items()]
     c.execute(_ADD, rows)
-    total = c.execute(select(func.sum(metrics.c.weight)).where(_of(model_id, "client"))).scalar_one()
-    if total > most_values:
-        raise TooLarge(
-            f"the run would have {total} reported values; at most {most_values} is accepted (max_metric_values_per_run)"
-        )
-    return sum(row["weight"] for row in rows)
+    num_added: int = sum(row["weight"] for row in rows)
+    _count(c, model_id, num_added - num_taken, most_values)
+    return num_added
 
 
-def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_000) -> Reading:
+def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_000, choice: Choice = ALL) -> Reading:
     """What is new or was written again since ``after``: that of ``limit`` entries at most."""
-    rows, has_more = _next_rows(c, model_id, after.entry_id, limit)
-    points: dict[tuple[Source, str], dict[int, Point]] = defaultdict(dict)
-    for row in rows:
-        if row.source == "client":
-            for name, value in _decode(row.data).items():
-                points["client", name][row.number] = row.number, row.at, value
-    cursor = after._replace(entry_id=rows[-1].entry_id) if rows else after
-    if new := [row for row in rows if row.source == "engine"]:
-        measured, cursor = _engine_points(c, model_id, new, after, cursor)
-        for name, point in measured:
-            points["engine", name][point[0]] = point
-    series = {key: [found[step] for step in sorted(found)] for key, found in sorted(points.items())}
-    return Reading(series, cursor, has_more)
+    wanted = metrics.c.model_id == model_id
+    if choice.steps is not None:
+        wanted &= _of_steps(c, model_id, *choice.steps)
+    entries, has_more = _next_entries(c, wanted, after.entry_id, limit, choice)
+    num_entries = len(entries.ids)
+    cursor = after._replace(entry_id=int(entries.ids[-1])) if num_entries else after
+    reported = client_series(entries.take(np.flatnonzero(entries.is_client)), choice.names)
+    series: dict[tuple[Source, str], Columns] = {("client", name): found for name, found in reported.items()}
+    if not entries.is_client.all():
+        new = entries.take(np.flatnonzero(~entries.is_client))
+        measured, cursor = _engine_series(c, model_id, new, after, cursor, choice)
+        series |= {("engine", name): found for name, found in measured.items()}
+    return Reading(_thinned(series, choice), cursor, has_more, num_entries)
 
 
-def _next_rows(c: Connection, model_id: str, after: int, limit: int) -> tuple[list[Row[Any]], bool]:
-    rows: list[Row[Any]] = []
-    num_bytes, cursor = 0, after
+def read_on(c: Connection, model_id: str, known: Reading, limit: int, choice: Choice) -> Reading:
+    """What is known and what follows it, thinned as one."""
+    new = read(c, model_id, known.cursor, limit, choice)
+    series = {
+        key: join([found.series[key] for found in (known, new) if key in found.series])
+        for key in known.series | new.series
+    }
+    return Reading(_thinned(series, choice), new.cursor, new.has_more, known.num_entries + new.num_entries)
+
+
+def _thinned(series: dict[tuple[Source, str], Columns], choice: Choice) -> dict[tuple[Source, str], Columns]:
+    if choice.max_points is not None:
+        share = max(MOST_THINNED_POINTS // max(len(series), 1), POINTS_PER_BUCKET)
+        series = {key: thin(found, min(choice.max_points, share)) for key, found in series.items()}
+    return dict(sorted(series.items()))
+
+
+def _next_entries(
+    c: Connection, wanted: ColumnElement[bool], after: int, limit: int, choice: Choice
+) -> tuple[Entries, bool]:
+    most_bytes = MOST_BYTES if choice.max_points is None else MOST_BYTES_TO_THIN
+    columns: list[list[Any]] = [[] for _ in FIELDS]
+    num_bytes, cursor, at_once = 0, after, ROWS_AT_ONCE
     while True:
-        wanted = and_(metrics.c.model_id == model_id, metrics.c.entry_id > cursor)
-        query = select(*_COLUMNS).where(wanted).order_by(metrics.c.entry_id)
-        found = c.execute(query.limit(ROWS_AT_ONCE)).all()
+        query = select(*_COLUMNS).where(wanted, metrics.c.entry_id > cursor).order_by(metrics.c.entry_id)
+        found = c.execute(query.limit(at_once)).all()
+        room = limit - len(columns[0])
+        num_taken = 0
         for row in found:
-            if len(rows) >= limit or num_bytes >= MOST_BYTES:
-                return rows, True
-            rows.append(row)
-            num_bytes += len(row.data)
-        if len(found) < ROWS_AT_ONCE:
-            return rows, False
-        cursor = found[-1].entry_id
+            if num_taken >= room or num_bytes >= most_bytes:
+                break
+            num_taken += 1
+            num_bytes += len(row[-1])
+        for column, values in zip(columns, zip(*found[:num_taken], strict=True), strict=False):
+            column.extend(values)
+        if num_taken < len(found) or len(found) < at_once:
+            return Entries.of_columns(columns), num_taken < len(found)
+        cursor, at_once = found[-1].entry_id, min(2 * at_once, MOST_ROWS_AT_ONCE)
 
 
-def _engine_points(
-    c: Connection, model_id: str, new: list[Row[Any]], after: Cursor, cursor: Cursor
-) -> tuple[list[tuple[str, Point]], Cursor]:
+def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElement[bool]:
+    """Entries of these steps; with the first and last of them, so that a log is not read from its beginning."""
+    parts = [and_(_of(model_id, "client"), metrics.c.number.between(first, last))]
+    before, end = _end_of_step(c, model_id, first - 1), _end_of_step(c, model_id, last)
+    if last >= 1 and (first <= 1 or before is not None):
+        by_engine = and_(_of(model_id, "engine"), metrics.c.number > (before or 0))
+        parts.append(by_engine if end is None else and_(by_engine, metrics.c.number <= end))
+    edges = func.min(metrics.c.entry_id), func.max(metrics.c.entry_id)
+    found = [edge for part in parts for edge in c.execute(select(*edges).where(part)).one() if edge is not None]
+    return and_(or_(*parts), metrics.c.entry_id.between(min(found, default=0), max(found, default=0)))
+
+
+def _end_of_step(c: Connection, model_id: str, step: int) -> int | None:
+    """The operation that ended a step of the optimiser, if it is on record."""
+    if step < 1:
+        return None
+    ends = select(metrics.c.number).where(_of(model_id, "engine"), metrics.c.is_step).order_by(metrics.c.number)
+    return c.execute(ends.limit(1).offset(step - 1)).scalar()
+
+
+def _engine_series(
+    c: Connection, model_id: str, new: Entries, after: Cursor, cursor: Cursor, choice: Choice
+) -> tuple[dict[str, Columns], Cursor]:
     """The points that the new entries change, each of all operations of its step so far; where to go on."""
-    first = min(row.number for row in new)
+    first = int(new.numbers.min())
     seen = after if after.ended_by < first else START
     of_engine = and_(_of(model_id, "engine"), metrics.c.number > seen.ended_by)
     steps = select(func.count(), func.coalesce(func.max(metrics.c.number), seen.ended_by)).where(
-        of_engine, metrics.c.is_step, metrics.c.number < first, metrics.c.entry_id <= cursor.entry_id
+        of_engine, metrics.c.is_step, metrics.c.number < first
     )
-    num_steps, ended_by = c.execute(steps).one()
-    num_steps += seen.num_steps
+    if choice.steps is None:  # what comes later in the log is read later, and moves these points then
+        steps = steps.where(metrics.c.entry_id <= cursor.entry_id)
+    num_new_steps, ended_by = c.execute(steps).one()
+    num_steps = seen.num_steps + num_new_steps
     before = and_(of_engine, metrics.c.number > ended_by, metrics.c.entry_id <= after.entry_id)
-    old = c.execute(select(*_COLUMNS).where(before)).all()
+    old = Entries.of(c.execute(select(*_COLUMNS).where(before)).all())
     # A step that came on record after later operations moves these to the steps behind it.
-    first_end = min((row.number for row in new if row.is_step), default=None)
-    moves = first_end is not None and any(row.number > first_end for row in old)
-    steps_of: dict[int, list[tuple[Row[Any], dict[str, float]]]] = defaultdict(list)
-    for row in sorted([*old, *new], key=lambda row: row.number):
-        steps_of[num_steps + 1].append((row, _decode(row.data)))
-        if row.is_step:
-            num_steps, ended_by = num_steps + 1, row.number
-    points = [
-        (name, (step, parts[-1][0].at, _value(name, parts)))
-        for step, parts in steps_of.items()
-        for name in {name for row, values in parts if moves or row.entry_id > after.entry_id for name in values}
-    ]
-    return points, Cursor(cursor.entry_id, ended_by, num_steps)
-
-
-def _value(name: str, parts: Sequence[tuple[Row[Any], dict[str, float]]]) -> float:
-    found = [(values[name], row.weight) for row, values in parts if name in values]
-    if len(found) == 1:
-        return found[0][0]
-    return reduce_metric(name, [value for value, _ in found], [weight for _, weight in found])
+    first_end = new.numbers[new.is_step].min(initial=LAST_NUMBER)
+    moves = bool((old.numbers > first_end).any())
+    entries = old.then(new)
+    entries = entries.take(np.argsort(entries.numbers))
+    series = engine_series(entries, (entries.ids > after.entry_id) | moves, num_steps, choice.names)
+    if choice.steps is not None:
+        low, high = choice.steps
+        kept = {name: one.take((one.steps >= low) & (one.steps <= high)) for name, one in series.items()}
+        series = {name: one for name, one in kept.items() if len(one.steps)}
+    ends = entries.numbers[entries.is_step]
+    return series, Cursor(cursor.entry_id, int(ends[-1]) if len(ends) else ended_by, num_steps + len(ends))
 
 
 def _add_names(c: Connection, model_id: str, names: set[str], most: int) -> None:
@@ -173,17 +220,35 @@ def _add_names(c: Connection, model_id: str, names: set[str], most: int) -> None
         c.execute(metric_names.insert(), [{"model_id": model_id, "name": name} for name in added])
 
 
-def _take_out(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> None:
-    """Drop what is about to be written again."""
+def _count(c: Connection, model_id: str, number: int, most: int) -> None:
+    """Add to the number of values of a run, which a long run is too long to be read for."""
+    of_run = metric_totals.c.model_id == model_id
+    known = c.execute(select(metric_totals.c.num_values).where(of_run)).scalar()
+    total = (known or 0) + number
+    if total > most:
+        raise TooLarge(
+            f"the run would have {total} reported values; at most {most} is accepted (max_metric_values_per_run)"
+        )
+    if known is None:
+        c.execute(metric_totals.insert(), {"model_id": model_id, "num_values": total})
+    elif number:
+        c.execute(update(metric_totals).where(of_run).values(num_values=total))
+
+
+def _take_out(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> int:
+    """Drop what is about to be written again; how many values that are."""
+    num_taken = 0
     reported = and_(_of(model_id, "client"), metrics.c.number.in_(names_of))
     for row in c.execute(select(*_COLUMNS).where(reported)).all():
-        values = _decode(row.data)
+        values = decode(row.data)
         rest = {name: value for name, value in values.items() if name not in names_of[row.number]}
+        num_taken += len(values) - len(rest)
         this = metrics.c.entry_id == row.entry_id
         if not rest:
             c.execute(delete(metrics).where(this))
         elif len(rest) < len(values):
-            c.execute(update(metrics).where(this).values(data=_encode(rest), weight=len(rest)))
+            c.execute(update(metrics).where(this).values(data=encode(rest), weight=len(rest)))
+    return num_taken
 
 
 def _of(model_id: str, source: Source) -> ColumnElement[bool]:
@@ -207,5 +272,5 @@ def _row(
         "is_step": is_step,
         "weight": weight,
         "at": at,
-        "data": _encode(dict(values)),
+        "data": encode(dict(values)),
     }

@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0004"
 """The newest revision in `migrations/versions`."""
 
 
@@ -304,6 +304,13 @@ metric_names = Table(
     metadata,
     Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), primary_key=True),
     _id("name"),
+)
+
+metric_totals = Table(
+    "metric_totals",
+    metadata,
+    Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), primary_key=True),
+    Column("num_values", BigInteger, nullable=False),
 )
 
 usage = Table(

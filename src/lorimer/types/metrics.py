@@ -41,6 +41,8 @@ class MetricSeries(Response):
     source: Literal["engine", "client"]
     points: list[tuple[int, float, float | None]]
     """``(step, unix seconds, value)`` in order of the steps; ``None`` where the value is not finite."""
+    steps_per_bucket: int = 1
+    """1 if these are all points; else of each so many steps the first, last, least, greatest and first not finite."""
 
 
 class RunMetricsResponse(Response):

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from lorimer.store import metrics as store_metrics
+
 from .conftest import datum
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -78,6 +80,59 @@ async def test_reading_on_gives_new_and_corrected_points(ada):
     assert pages == (await points(ada, run_id))[0]
 
 
+async def test_a_long_run_is_thinned_when_that_is_wanted(ada):
+    run_id = await ada.run()
+    values = {"reward": [99.5 if step == 777 else step % 5 for step in range(2000)], "few": [1.0] * 10}
+    values["gap"] = ["NaN" if step == 1234 else 0.5 for step in range(2000)]
+    for name, of_steps in values.items():
+        points_of_name = [{"step": step, "values": {name: value}} for step, value in enumerate(of_steps)]
+        assert (await report(ada, run_id, *points_of_name)).status_code == 200
+    whole = await ada.fetch(f"training_runs/{run_id}/metrics")
+    assert all(one.keys() == {"name", "source", "points"} for one in whole["series"])
+    found = await ada.fetch(f"training_runs/{run_id}/metrics", params={"max_points": 100})
+    assert (found["cursor"], found["has_more"]) == (whole["cursor"], False)
+    series = {one["name"]: one for one in found["series"]}
+    assert {name: one["steps_per_bucket"] for name, one in series.items()} == {"reward": 128, "gap": 128, "few": 1}
+    every = {one["name"]: one["points"] for one in whole["series"]}
+    for name, one in series.items():
+        assert len(one["points"]) <= 100 and all(point in every[name] for point in one["points"])
+    assert [point[0] for point in series["reward"]["points"] if point[2] == 99.5] == [777]
+    assert [point[0] for point in series["gap"]["points"] if point[2] is None] == [1234]
+    assert series["few"]["points"] == every["few"]
+    await report(ada, run_id, {"step": 2000, "values": {"reward": 3}}, {"step": 5, "values": {"reward": 4}})
+    changed, _ = await points(ada, run_id, after=found["cursor"], max_points=100)
+    assert changed == {"client/reward": {5: 4.0, 2000: 3.0}}
+    close, _ = await points(ada, run_id, first_step=700, last_step=799, max_points=100, names="reward,nothing")
+    assert close == {"client/reward": {step: float(values["reward"][step]) for step in range(700, 800)}}
+    parts = await points_in_parts(ada, run_id, max_points=100, limit=900)
+    assert max(len(one) for one in parts) <= 100 and len(parts) > 3
+    assert any(one.get(777) == 99.5 for one in parts)
+
+
+async def points_in_parts(client, run_id, **query):
+    """The points of each series of each answer, until there is no more."""
+    parts, after, has_more = [], "0.0.0", True
+    while has_more:
+        found = await client.fetch(f"training_runs/{run_id}/metrics", params=query | {"after": after})
+        parts += [{step: value for step, _, value in one["points"]} for one in found["series"]]
+        after, has_more = found["cursor"], found["has_more"]
+    return parts
+
+
+async def test_what_is_read_in_many_pieces_is_one_answer(ada, monkeypatch):
+    """Other readers have their turn between the pieces."""
+    run_id = await ada.run()
+    reported = [{"step": step, "values": {"reward": step / 4}} for step in range(3000)]
+    assert (await report(ada, run_id, *reported)).status_code == 200
+    at_once = await ada.fetch(f"training_runs/{run_id}/metrics", params={"max_points": 200})
+    monkeypatch.setattr(store_metrics, "MOST_BYTES_TO_THIN", 3000)
+    in_pieces = await ada.fetch(f"training_runs/{run_id}/metrics", params={"max_points": 200})
+    assert in_pieces["cursor"] == at_once["cursor"] and not in_pieces["has_more"]
+    (first,), (second,) = at_once["series"], in_pieces["series"]
+    assert first["steps_per_bucket"] == 128 and 1 < second["steps_per_bucket"] <= 128
+    assert len(second["points"]) <= 200 and all(point in second["points"] for point in first["points"])
+
+
 BAD_POINTS = {
     "a comma": ({"step": 1, "values": {"a,b": 1}}, 400, "'a,b'; 1 to 200 printable characters without a comma"),
     "a control code": ({"step": 1, "values": {"a\x1b[31m": 1}}, 400, "a metric is called"),
@@ -122,9 +177,14 @@ async def test_limits_are_refused_by_name(ada, server, monkeypatch):
     assert (await points(ada, run_id))[0] == {f"client/{name}": {1: value, 2: value} for name, value in one.items()}
 
 
-@pytest.mark.parametrize(
-    "query", ["after=x", "after=1", "after=1.-1.0", "after=1.2." + "9" * 40, "limit=10001", "names=a%00b"]
-)
+BAD_QUESTIONS = [
+    *("after=x", "after=1", "after=1.-1.0", "after=1.2." + "9" * 40, "limit=10001", "names=a%00b"),
+    *("max_points=4", "max_points=10001", "max_points=", "max_points=many", "limit=100001&max_points=10"),
+    *("first_step=-1", "last_step=1.5", "first_step=9007199254740992", "last_step=3&first_step=4"),
+]
+
+
+@pytest.mark.parametrize("query", BAD_QUESTIONS)
 async def test_questions_that_make_no_sense_are_refused(ada, query):
     run_id = await ada.run()
     answer = await ada.get(f"training_runs/{run_id}/metrics?{query}")

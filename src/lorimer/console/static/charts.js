@@ -23,11 +23,14 @@ function computed(name) {
 }
 
 /**
- * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys]}`, options
- * `{axis: step|elapsed|clock, isLog, smoothing}`. Its element tells what it shows in `data-points` and `data-last`.
+ * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys], sample: [xs, ys]}`,
+ * the sample is what smoothing averages; options are `{axis: step|elapsed|clock, isLog, smoothing}`. Its element tells
+ * what it shows in `data-points` and `data-last`.
+ * Whoever drags over it calls `onZoom([low, high])`, x of both ends; a double click calls `onZoom(null)`.
  */
 export class MetricChart {
-  constructor(name, source, signal) {
+  constructor(name, source, signal, onZoom) {
+    this.onZoom = onZoom;
     this.lines = [];
     this.plot = null;
     this.isZoomed = false;
@@ -105,9 +108,10 @@ export class MetricChart {
   data() {
     const { isLog, smoothing } = this.options;
     const usable = (values) => (isLog ? values.map((value) => (value > 0 ? value : null)) : values);
-    const tables = this.lines.map(({ columns: [xs, ys] }) =>
-      smoothing ? [xs, usable(ys), usable(smooth(ys, smoothing))] : [xs, usable(ys)],
-    );
+    const tables = this.lines.flatMap(({ columns: [xs, ys], sample }) => [
+      [xs, usable(ys)],
+      ...(smoothing ? [[sample[0], usable(smooth(sample[1], smoothing))]] : []),
+    ]);
     if (!tables.length || tables.every(([xs]) => !xs.length))
       return [[], ...this.lines.flatMap(() => (smoothing ? [[], []] : [[]]))];
     return uPlot.join(tables);
@@ -139,7 +143,7 @@ export class MetricChart {
       elapsed: (_, splits) => splits.map((x) => (x ? span(x) : "0")),
     }[axis];
     return {
-      padding: [8, 10, 0, 0],
+      padding: [8, 18, 0, 0],
       legend: { show: false },
       cursor: {
         sync: { key: "metrics", scales: ["x", null] },
@@ -161,10 +165,46 @@ export class MetricChart {
       series: [{}, ...this.lines.flatMap((one) => strokes(one, smoothing))],
       hooks: {
         setCursor: [(plot) => this.showValues(plot.cursor.idx)],
-        setSelect: [(plot) => (this.isZoomed = this.isZoomed || plot.select.width > 0)],
-        ready: [(plot) => plot.over.addEventListener("dblclick", () => (this.isZoomed = false))],
+        setSelect: [(plot) => this.zoom(plot)],
+        draw: [(plot) => this.markGaps(plot)],
+        ready: [(plot) => plot.over.addEventListener("dblclick", () => this.onZoom(null))],
       },
     };
+  }
+
+  zoom(plot) {
+    const { left, width } = plot.select;
+    if (!width) return;
+    this.isZoomed = true;
+    this.onZoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+  }
+
+  /** Values that are not finite as ticks at the bottom: a gap in a long line is too narrow to be seen. */
+  markGaps(plot) {
+    const { min, max } = plot.scales.x;
+    const gaps = this.lines.flatMap(({ columns: [xs, ys] }) =>
+      xs.filter((x, i) => ys[i] === null && min <= x && x <= max),
+    );
+    if (!gaps.length) return;
+    const { ctx, bbox } = plot;
+    const [width, height] = [2 * uPlot.pxRatio, 7 * uPlot.pxRatio];
+    ctx.fillStyle = computed("--bad");
+    for (const x of gaps)
+      ctx.fillRect(plot.valToPos(x, "x", true) - width / 2, bbox.top + bbox.height - height, width, height);
+  }
+
+  /** Where the first value is that is not finite, as a place on the axis, or undefined. */
+  firstGap() {
+    const found = this.lines.map(({ columns: [xs, ys] }) => xs[ys.indexOf(null)]).filter((x) => x !== undefined);
+    return found.length ? Math.min(...found) : undefined;
+  }
+
+  place(x) {
+    return {
+      step: () => `step ${x.toLocaleString("en")}`,
+      elapsed: () => span(x),
+      clock: () => new Date(x * 1000).toLocaleTimeString(),
+    }[this.options.axis]();
   }
 
   hasNothingToDraw() {
@@ -182,15 +222,12 @@ export class MetricChart {
       return node;
     });
     const x = hasCursor ? this.plot.data[0][index] : undefined;
-    const shown =
-      x === undefined
-        ? null
-        : {
-            step: () => `step ${short(x)}`,
-            elapsed: () => span(x),
-            clock: () => new Date(x * 1000).toLocaleTimeString(),
-          }[this.options.axis]();
-    const notes = [shown, this.hasNothingToDraw() && "nothing above zero to draw"].filter(Boolean);
+    const gap = x === undefined ? this.firstGap() : undefined;
+    const notes = [
+      x !== undefined && this.place(x),
+      gap !== undefined && `first not finite at ${this.place(gap)}`,
+      this.hasNothingToDraw() && "nothing above zero to draw",
+    ].filter(Boolean);
     this.values.replaceChildren(...nodes, ...notes.map((note) => h("span", { class: "muted" }, note)));
   }
 }

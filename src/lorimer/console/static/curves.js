@@ -29,10 +29,16 @@ export class Curves {
     this.legend = h("ul", { class: "run-legend" });
     this.grid = h("div", { class: "charts" });
     this.nothing = h("div");
-    this.element = h("div", { class: "curves" }, this.controls(), this.legend, this.nothing, this.grid);
+    this.thinned = h("p", { class: "muted", hidden: true });
+    this.isReadingOn = false;
+    this.isZooming = false;
+    this.element = h("div", { class: "curves" }, this.controls(), this.legend, this.nothing, this.thinned, this.grid);
   }
 
-  /** Fetch what is new of every run shown and draw it. A run that is not there is taken out, with a word. */
+  /**
+   * Fetch what is new of every run shown and draw it; what is too much for one answer follows when this has returned.
+   * A run that is not there is taken out, with a word.
+   */
   async poll() {
     const runs = this.runs;
     const polled = await Promise.allSettled(runs.map((run) => run.poll(this.signal)));
@@ -45,6 +51,38 @@ export class Curves {
     }
     const changed = new Set(polled.flatMap((result) => [...(result.value || [])]));
     this.draw(changed);
+    this.readOn();
+  }
+
+  /** Draw the rest of long runs as it comes. */
+  async readOn() {
+    if (this.isReadingOn) return;
+    this.isReadingOn = true;
+    try {
+      for (let run; (run = this.runs.find((one) => one.hasMore));) this.draw(await run.poll(this.signal));
+    } catch {
+      // The next poll meets the same failure, and tells of it.
+    } finally {
+      this.isReadingOn = false;
+    }
+  }
+
+  /** Somebody looks at a part of the axis, or with null at all of it: what was left out of that part is fetched. */
+  async zoom(range) {
+    if (!range) for (const chart of this.charts.values()) chart.isZoomed = false;
+    if (!range || this.isZooming) return;
+    this.isZooming = true;
+    await null; // every chart in view follows a drag at once, and calls this
+    this.isZooming = false;
+    try {
+      const looked = this.runs.map((run) => {
+        const steps = run.stepsBetween(this.options.axis, ...range);
+        return steps ? run.look(...steps, this.signal) : new Set();
+      });
+      this.draw(new Set((await Promise.all(looked)).flatMap((keys) => [...keys])));
+    } catch (error) {
+      if (!this.signal.aborted && error.status !== 401) toast(error.message, "bad");
+    }
   }
 
   /** How far the run itself is, or null. */
@@ -90,7 +128,10 @@ export class Curves {
       h("label", { class: "check" }, log, "log scale"),
       h("label", { class: "check" }, h("span", { class: "muted" }, "smoothing"), slider, amount),
       this.adding(),
-      button("CSV", () => this.saveCsv(), { class: "quiet small", title: "Save all values of the runs shown" }),
+      button("CSV", (event) => this.saveCsv(event.currentTarget), {
+        class: "quiet small",
+        title: "Save all values of the runs shown",
+      }),
     );
   }
 
@@ -127,6 +168,7 @@ export class Curves {
     }
     this.runs.push(run);
     this.keepRuns();
+    this.readOn();
   }
 
   removeRun(run) {
@@ -144,10 +186,21 @@ export class Curves {
     this.draw(null);
   }
 
-  saveCsv() {
-    const url = URL.createObjectURL(new Blob([csv(this.runs)], { type: "text/csv" }));
-    h("a", { href: url, download: "metrics.csv" }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  async saveCsv(pressed) {
+    pressed.disabled = true;
+    try {
+      const parts = await csv(
+        this.runs.map((run) => run.runId),
+        this.signal,
+      );
+      const url = URL.createObjectURL(new Blob(parts, { type: "text/csv" }));
+      h("a", { href: url, download: "metrics.csv" }).click();
+      setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    } catch (error) {
+      if (!this.signal.aborted && error.status !== 401) toast(error.message, "bad");
+    } finally {
+      pressed.disabled = false;
+    }
   }
 
   // ── drawing ───────────────────────────────────────────────────────────────────────────────────────
@@ -159,13 +212,22 @@ export class Curves {
     const keys = this.keys();
     for (const [key, { name, source }] of keys) {
       const isNew = !this.charts.has(key);
-      if (isNew) this.charts.set(key, new MetricChart(name, source, this.signal));
+      if (isNew) this.charts.set(key, new MetricChart(name, source, this.signal, (range) => this.zoom(range)));
       const chart = this.charts.get(key);
       chart.element.hidden = !words.every((word) => name.toLowerCase().includes(word));
       if (isNew || changed === null || changed.has(key)) chart.update(this.lines(key), { ...this.options });
     }
     this.place(keys);
     this.showNothing(keys);
+    this.showThinned();
+  }
+
+  showThinned() {
+    const number = Math.max(1, ...this.runs.map((run) => run.stepsPerBucket));
+    this.thinned.hidden = number === 1;
+    this.thinned.textContent =
+      `Of every ${number.toLocaleString("en")} steps the first, last, least and greatest value are drawn. ` +
+      "Drag over a part of a chart to see more of it; CSV has every value.";
   }
 
   /** Names and sources of all series of all runs, by key, in the order they are shown. */
@@ -176,9 +238,12 @@ export class Curves {
   }
 
   lines(key) {
-    return this.runs.flatMap((run, n) =>
-      run.series.has(key) ? [{ label: run.runId, colour: n, columns: run.columns(key, this.options.axis) }] : [],
-    );
+    const { axis, smoothing } = this.options;
+    return this.runs.flatMap((run, n) => {
+      if (!run.series.has(key)) return [];
+      const sample = smoothing ? run.columns(key, axis, true) : null;
+      return [{ label: run.runId, colour: n, columns: run.columns(key, axis), sample }];
+    });
   }
 
   /** Charts are put in order only when there are others than before: moving one would end a drag in it. */

@@ -5,12 +5,13 @@ Only the owner of a run reads or reports; a published checkpoint opens none of i
 
 import re
 import time
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer.errors import InvalidInput
-from lorimer.server.bodies import decode
+from lorimer.server.bodies import decode, off_loop
 from lorimer.server.context import context_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
@@ -19,27 +20,60 @@ from lorimer.server.routes.ownership import find_run, quote_id
 from lorimer.server.routes.queries import MOST_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply
 from lorimer.store import futures, metrics
-from lorimer.store.metrics import START, Cursor, Report
-from lorimer.types.metrics import MOST_NAME_CHARS, ReportMetricsRequest, ReportMetricsResponse, RunMetricsResponse
+from lorimer.store.metrics import START, Choice, Cursor, Reading, Report
+from lorimer.types.metrics import (
+    LAST_STEP,
+    MOST_NAME_CHARS,
+    ReportMetricsRequest,
+    ReportMetricsResponse,
+    RunMetricsResponse,
+)
 from lorimer.types.overview import RunOperation, RunOperationsResponse
+from lorimer.types.thinning import POINTS_PER_BUCKET
 
 MOST_OPERATIONS = 1000
+MOST_POINTS = 10_000
+MOST_ENTRIES_TO_THIN = 100_000
+ENTRIES_AT_ONCE = 10_000
+"""An answer of many entries is read in pieces, between which others read."""
+BYTES_OF_POINT = 40
 
 
 async def get_metrics(request: Request) -> Response:
-    """Points of a run's metrics, those that are new or were written again since a cursor."""
+    """Points of a run's metrics, those that are new or were written again since a cursor; thinned if that is wanted."""
     run = await find_run(request, request.path_params["run_id"])
-    after = query_cursor(request)
-    limit = query_number(request, "limit", MOST_LIMIT, MOST_LIMIT)
-    names = (query_text(request, "names") or "").split(",") if "names" in request.query_params else None
-    found = await context_of(request).store.read(metrics.read, run.model_id, after, limit)
+    after, choice = query_cursor(request), query_choice(request)
+    most = MOST_LIMIT if choice.max_points is None else MOST_ENTRIES_TO_THIN
+    limit = query_number(request, "limit", most, most)
+    store = context_of(request).store
+    found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_AT_ONCE), choice)
+    while choice.max_points is not None and found.has_more and found.num_entries < limit:
+        room = min(limit - found.num_entries, ENTRIES_AT_ONCE)
+        found = await store.read(metrics.read_on, run.model_id, found, room, choice)
+    num_points = sum(len(one.steps) for one in found.series.values())
+    return await off_loop(num_points * BYTES_OF_POINT, lambda: reply(answer(found, choice)))
+
+
+def answer(found: Reading, choice: Choice) -> dict[str, Any]:
+    """`RunMetricsResponse` as it is: there may be very many points, and numbers that are not finite become null."""
     series = [
-        {"name": name, "source": source, "points": points}
-        for (source, name), points in found.series.items()
-        if names is None or name in names
+        {"name": name, "source": source, "points": one.points()}
+        | ({} if choice.max_points is None else {"steps_per_bucket": one.steps_per_bucket})
+        for (source, name), one in found.series.items()
     ]
-    # As it is: a run may have a hundred thousand points, and numbers that are not finite become null.
-    return reply({"series": series, "cursor": ".".join(map(str, found.cursor)), "has_more": found.has_more})
+    return {"series": series, "cursor": ".".join(map(str, found.cursor)), "has_more": found.has_more}
+
+
+def query_choice(request: Request) -> Choice:
+    asked = request.query_params
+    names = frozenset((query_text(request, "names") or "").split(",")) if "names" in asked else None
+    first = query_number(request, "first_step", 0, LAST_STEP)
+    last = query_number(request, "last_step", LAST_STEP, LAST_STEP)
+    if first > last:
+        raise InvalidInput(f"first_step is {first} and last_step is {last}; a last step that is not before is accepted")
+    most = query_number(request, "max_points", 0, MOST_POINTS, POINTS_PER_BUCKET) if "max_points" in asked else None
+    steps = (first, last) if asked.keys() & {"first_step", "last_step"} else None
+    return Choice(names, steps, most)
 
 
 def query_cursor(request: Request) -> Cursor:
@@ -119,7 +153,10 @@ ROUTES = [
         query={
             "after": {"type": "string"},
             "names": {"type": "string"},
-            "limit": {"type": "integer", "minimum": 0, "maximum": MOST_LIMIT},
+            "first_step": {"type": "integer", "minimum": 0},
+            "last_step": {"type": "integer", "minimum": 0},
+            "max_points": {"type": "integer", "minimum": POINTS_PER_BUCKET, "maximum": MOST_POINTS},
+            "limit": {"type": "integer", "minimum": 0, "maximum": MOST_ENTRIES_TO_THIN},
         },
         answer=RunMetricsResponse,
     ),

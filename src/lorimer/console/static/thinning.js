@@ -1,0 +1,65 @@
+// Long series as a page keeps them: points by step, thinned like the server does it. Buckets are of 2^n steps and begin
+// at multiples of that; of each stay the first, last, least, greatest and first not finite point.
+
+const POINTS_PER_BUCKET = 5;
+
+/** Points of one series, `step → [time, value]`; `stepsPerBucket` is 1 while none is left out. */
+export class Points {
+  constructor() {
+    this.at = new Map();
+    this.stepsPerBucket = 1;
+  }
+
+  /** Points of an answer, in place of those they correct. Beyond twice `most` all are thinned to `most`. */
+  add(points, stepsPerBucket, most) {
+    if (stepsPerBucket > 1) this.forget(points, stepsPerBucket);
+    for (const [step, time, value] of points) this.at.set(step, [time, value]);
+    this.stepsPerBucket = Math.max(this.stepsPerBucket, stepsPerBucket);
+    if (this.at.size > 2 * most) this.thin(most);
+  }
+
+  /** What lies between the first and the last point of a bucket was written again, and stands for nothing any more. */
+  forget(points, stepsPerBucket) {
+    const spans = new Map();
+    for (const [step] of points) {
+      const bucket = Math.floor(step / stepsPerBucket);
+      spans.set(bucket, [spans.get(bucket)?.[0] ?? step, step]);
+    }
+    for (const step of this.at.keys()) {
+      const span = spans.get(Math.floor(step / stepsPerBucket));
+      if (span && span[0] < step && step < span[1]) this.at.delete(step);
+    }
+  }
+
+  /** Points by rising step that were not chosen for their values, to average over: of a bucket the first and the last. */
+  sample() {
+    const points = [...this.at].sort((a, b) => a[0] - b[0]);
+    if (this.stepsPerBucket === 1) return points;
+    const bucket = (i) => points[i] && Math.floor(points[i][0] / this.stepsPerBucket);
+    return points.filter((_, i) => bucket(i) !== bucket(i - 1) || bucket(i) !== bucket(i + 1));
+  }
+
+  thin(most) {
+    const steps = [...this.at.keys()].sort((a, b) => a - b);
+    let width = 1;
+    let buckets = null;
+    while (!buckets || buckets.size * POINTS_PER_BUCKET > most) {
+      width *= 2;
+      buckets = Map.groupBy(steps, (step) => Math.floor(step / width));
+    }
+    this.at = new Map(
+      [...buckets.values()].flatMap((bucket) => this.kept(bucket)).map((step) => [step, this.at.get(step)]),
+    );
+    this.stepsPerBucket = Math.max(this.stepsPerBucket, width);
+  }
+
+  /** The steps of a bucket that stay, in order. */
+  kept(steps) {
+    const value = (step) => this.at.get(step)[1];
+    const finite = steps.filter((step) => value(step) !== null);
+    const best = (isBetter) => finite.reduce((a, b) => (isBetter(value(b), value(a)) ? b : a), finite[0]);
+    const chosen = [steps[0], steps.at(-1), best((a, b) => a < b), best((a, b) => a > b)];
+    chosen.push(steps.find((step) => value(step) === null));
+    return [...new Set(chosen)].filter((step) => step !== undefined).sort((a, b) => a - b);
+  }
+}

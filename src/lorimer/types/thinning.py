@@ -1,0 +1,83 @@
+"""Series of points as columns, and the thinning of long ones, in which no spike and no gap is lost.
+
+Buckets are of 2**n steps and begin at multiples of that, so those of a coarser look consist of whole finer ones: what
+was thinned in parts, or before, is thinned again without harm. Reading and showing series is left to others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+POINTS_PER_BUCKET = 5
+"""Of a bucket stay the first, the last, the least, the greatest and the first value that is not finite."""
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Points by rising step; ``steps_per_bucket`` is 1 where none is left out."""
+
+    steps: Integers
+    times: Floats
+    values: Floats
+    steps_per_bucket: int = 1
+
+    def points(self) -> list[tuple[int, float, float]]:
+        return list(zip(self.steps.tolist(), self.times.tolist(), self.values.tolist(), strict=True))
+
+    def take(self, chosen: NDArray[np.intp] | Flags) -> "Columns":
+        return replace(self, steps=self.steps[chosen], times=self.times[chosen], values=self.values[chosen])
+
+
+def join(parts: Sequence[Columns]) -> Columns:
+    """All points; of those of one step the last one, as a later part corrects an earlier one."""
+    if len(parts) == 1 and (np.diff(parts[0].steps) > 0).all():
+        return parts[0]
+    whole = Columns(
+        np.concatenate([part.steps for part in parts]),
+        np.concatenate([part.times for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        max(part.steps_per_bucket for part in parts),
+    )
+    ordered = whole.take(np.argsort(whole.steps, kind="stable"))
+    return ordered.take(np.append(ordered.steps[1:] != ordered.steps[:-1], True))
+
+
+def thin(columns: Columns, most: int) -> Columns:
+    """At most ``most`` of the points, which is `POINTS_PER_BUCKET` or more; all of them if they are not more."""
+    assert most >= POINTS_PER_BUCKET
+    if len(columns.steps) <= most:
+        return columns
+    shift = (len(columns.steps) * POINTS_PER_BUCKET // most).bit_length() - 1  # fewer steps cannot do
+    starts = first_of_each(columns.steps >> shift)
+    while len(starts) * POINTS_PER_BUCKET > most:
+        shift += 1
+        starts = first_of_each(columns.steps >> shift)
+    kept = columns.take(_kept(columns.values, starts))
+    return replace(kept, steps_per_bucket=max(2**shift, columns.steps_per_bucket))
+
+
+def first_of_each(sorted_numbers: Integers) -> NDArray[np.intp]:
+    """Where a number begins that is not the one before."""
+    return np.flatnonzero(np.append(True, sorted_numbers[1:] != sorted_numbers[:-1])[: len(sorted_numbers)])
+
+
+def _kept(values: Floats, starts: NDArray[np.intp]) -> NDArray[np.intp]:
+    ends = np.append(starts[1:], len(values))
+    bucket_of = np.repeat(np.arange(len(starts)), ends - starts)
+    finite = np.isfinite(values)
+    least = np.minimum.reduceat(np.where(finite, values, np.inf), starts)[bucket_of]
+    greatest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)[bucket_of]
+
+    def first(wanted: Flags) -> NDArray[np.intp]:
+        """The first such value of each bucket that has one."""
+        found = np.flatnonzero(wanted)
+        return found[first_of_each(bucket_of[found])]
+
+    chosen = [starts, ends - 1, first(values == least), first(values == greatest), first(~finite)]
+    return np.unique(np.concatenate(chosen))
