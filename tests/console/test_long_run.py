@@ -126,7 +126,7 @@ KEEP = """async ([given, most]) => {
 
 def test_what_the_page_has_grown_to_is_thinned_like_on_the_server(server, open_page):
     page = open_page(server.url)
-    rare = [[step, 0.0, 1.0 if step % 50 == 3 else 0.0] for step in range(5000)]
+    rare: list[list[float | None]] = [[step, 0.0, 1.0 if step % 50 == 3 else 0.0] for step in range(5000)]
     rare[2600][2], rare[2700][2] = None, 40.0
     grown = page.evaluate(KEEP, [[[rare, 1]], 500])
     kept = dict(map(tuple, grown["at"]))
