@@ -69,7 +69,7 @@ def test_rl_gsm8k(run_recipe, tmp_path):
     (tmp_path / "my_grader.py").write_text("def grade(reply, answer):\n    return 1 / (1 + len(reply))\n")
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in generate_problems(12)))
-    options = SMALL | {"num_held_out": 4, "max_tokens": 24, "output": tmp_path / "model.txt"}
+    options = SMALL | {"sft_steps": 2, "num_held_out": 4, "max_tokens": 24, "output": tmp_path / "model.txt"}
     printed = run_recipe("rl_gsm8k", **options)
     assert "the problems are generated" in printed
     reference = (tmp_path / "model.txt").read_text().strip()

