@@ -17,8 +17,6 @@ from tests.faults.tenant import Plan
 PLAN = Plan(seed=3, steps=10, load_at=8)
 OFTEN, SELDOM = 0.01, 600.0
 """Engine time between snapshots: after every step or so, and only where a load makes one."""
-IN_EVERY_RUN = ("save-named-but-not-on-record",)
-"""The others are slow tests."""
 
 
 class Place:
@@ -58,15 +56,16 @@ def expected(places) -> Expected:
 
 
 def chosen(moments: dict[str, Moment]) -> list:
-    marks = {True: (), False: (pytest.mark.slow,)}
-    return [pytest.param(moment, id=name, marks=marks[name in IN_EVERY_RUN]) for name, moment in moments.items()]
+    return [pytest.param(moment, id=name) for name, moment in moments.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", chosen(SNAPSHOTS))
 def test_killed_while_a_snapshot_is_made(places, expected, moment):
     strike(places[OFTEN], expected, moment, after_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", chosen(SAVES_AND_LOADS))
 def test_killed_while_weights_are_saved_or_loaded(places, expected, moment):
     strike(places[SELDOM], expected, moment, after_steps=1)
@@ -100,6 +99,7 @@ def test_killed_again_while_it_starts(places, expected, moment):
     finish_struck(place, program, expected)
 
 
+@pytest.mark.slow
 def test_killed_again_while_it_replays(places, expected):
     """First the engine alone, then both, as soon as operations are being repeated."""
     place = places[SELDOM]
