@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import tinker
 
+import lorimer
 from tests.official_cookbook.workspace import STUDENT
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_chat_sl_scores_the_same_with_trainer_and_sampler(adder, figures):
 
 
 def test_checkpoints_of_chat_sl_are_listed(cookbook, adder):
-    rest = tinker.RestClient(base_url=cookbook.url, api_key=cookbook.key)
+    rest = lorimer.RestClient(base_url=cookbook.url, api_key=cookbook.key)
     run = rest.get_training_run_by_tinker_path(adder.path()).result()
     listed = rest.list_checkpoints(run.training_run_id).result().checkpoints
     logged = {checkpoint[kind] for checkpoint in adder.checkpoints for kind in ("state_path", "sampler_path")}

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import tinker
 
+import lorimer
 from tests.official_cookbook.workspace import STUDENT
 
 pytestmark = pytest.mark.slow
@@ -30,18 +30,18 @@ for name, model in models.items():
 
 def test_download_merge_and_adapter_give_the_samplers_logprobs(cookbook, figures):
     """The model ties its head to its embedding, and the merge cannot change one alone: the head is not trained."""
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(TOKENS[:-1]),
+    datum = lorimer.Datum(
+        model_input=lorimer.ModelInput.from_ints(TOKENS[:-1]),
         loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
     )
-    with tinker.ServiceClient(base_url=cookbook.url, api_key=cookbook.key) as service:
+    with lorimer.ServiceClient(base_url=cookbook.url, api_key=cookbook.key) as service:
         trainer = service.create_lora_training_client(STUDENT, rank=8, train_unembed=False)
         for _ in range(3):
             trainer.forward_backward([datum], "cross_entropy").result()
-            trainer.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+            trainer.optim_step(lorimer.AdamParams(learning_rate=1e-3)).result()
         state = trainer.save_state("trained").result().path
         sampler = trainer.save_weights_and_get_sampling_client()
-        served = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()[1:]
+        served = sampler.compute_logprobs(lorimer.ModelInput.from_ints(TOKENS)).result()[1:]
     output = cookbook.python_output("-c", BUILD, STUDENT, state, json.dumps(TOKENS))
     lines = [line.split(maxsplit=2) for line in output.splitlines() if line.startswith("RESULT")]
     built = {name: json.loads(values) for _, name, values in lines}
