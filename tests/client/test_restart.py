@@ -94,6 +94,7 @@ def test_run_and_samples_go_on_across_kill_and_restart(tmp_path):
         assert [one.tokens for one in answer] == [one.tokens for one in reference]
 
 
+@pytest.mark.slow
 def test_program_may_start_before_its_server(tmp_path):
     server = Restartable(tmp_path / "data")
     server.kill()

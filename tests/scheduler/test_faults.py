@@ -30,6 +30,7 @@ async def until(condition) -> None:
         await asyncio.sleep(0.002)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_killed_changes_nothing(s):
     """While it trains, steps, saves and samples, and while it writes a snapshot."""
     user, session = await s.session()

@@ -63,6 +63,7 @@ async def _kill_servers(tmp_path, seed, kills):
     await s.close()
 
 
+@pytest.mark.slow
 async def test_closing_is_bounded_and_loses_nothing(tmp_path):
     s = await Service.open(tmp_path / "data")
     user, session = await s.session()
