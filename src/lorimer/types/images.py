@@ -4,31 +4,29 @@ Chat templates write one placeholder token for each image. Here it makes room fo
 is, the model says. No address is opened.
 """
 
-import base64
-import re
 from collections.abc import Sequence
 
-from lorimer.errors import InvalidInput, Unsupported
-from lorimer.types.model_input import EncodedTextChunk, ImageChunk, ModelInput, ModelInputChunk
-
-_DATA_URL = re.compile(r"data:image/(png|jpeg|jpg);base64,")
-_SHOWN_CHARS = 80
+from lorimer.errors import Unsupported
+from lorimer.types.model_input import (
+    DATA_URLS,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    image_in_url,
+    shortened,
+)
 
 
 def image_of_url(url: str, where: str) -> ImageChunk:
     """The image that a ``data:`` URL holds; any other URL is refused unopened."""
-    header = _DATA_URL.match(url)
-    if header is None:
-        shown = url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "..."
+    image = image_in_url(url, where)
+    if image is None:
         raise Unsupported(
-            f"{where} is {shown!r}, which is not opened: nothing is fetched from hosts or disks; accepted are URLs that"
-            " hold the image, 'data:image/png;base64,...' or 'data:image/jpeg;base64,...'"
+            f"{where} is {shortened(url)!r}, which is not opened: nothing is fetched from hosts or disks; accepted are"
+            f" URLs that hold the image, {DATA_URLS}"
         )
-    try:
-        data = base64.b64decode(url[header.end() :], validate=True)
-    except ValueError:  # binascii.Error, or a character beyond ASCII
-        raise InvalidInput(f"{where} is a data URL whose data are not base64") from None
-    return ImageChunk(data=data, format="png" if header[1] == "png" else "jpeg")
+    return image
 
 
 def places_of(tokens: Sequence[int], placeholder: int | None) -> list[int]:

@@ -259,28 +259,41 @@ def _expected_tokens(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
 
 # ── what a pointer holds ──────────────────────────────────────────────────────────────────────────────
 
-_DATA_URL = re.compile(r"data:image/(png|jpeg);base64,")
+_DATA_URL = re.compile(r"data:image/(png|jpeg|jpg);base64,")
 _SHOWN_CHARS = 80
+DATA_URLS = "'data:image/png;base64,...' or 'data:image/jpeg;base64,...'"
+"""Those that are accepted."""
 
 
 def embedded_image(pointer: ImageAssetPointerChunk, where: str) -> ImageChunk:
     """The image that a ``data:`` URL holds; any other location, of a host or a disk, is refused unopened."""
-    location = pointer.location
-    header = _DATA_URL.match(location)
-    if header is None:
-        shown = location if len(location) <= _SHOWN_CHARS else location[:_SHOWN_CHARS] + "..."
+    image = image_in_url(pointer.location, where)
+    if image is None:
         raise Unsupported(
-            f"{where} is of type {pointer.type!r} with location {shown!r}, which is not opened: this server fetches"
-            " nothing from hosts or disks; accepted are images sent as bytes (type 'image') and locations that hold"
-            " the image, 'data:image/png;base64,...' or 'data:image/jpeg;base64,...'"
+            f"{where} is of type {pointer.type!r} with location {shortened(pointer.location)!r}, which is not opened:"
+            " this server fetches nothing from hosts or disks; accepted are images sent as bytes (type 'image') and"
+            f" locations that hold the image, {DATA_URLS}"
         )
-    if header[1] != pointer.format:
-        raise InvalidInput(f"{where} has format {pointer.format!r} and a location of {header[1]!r}; one is accepted")
+    if image.format != pointer.format:
+        raise InvalidInput(f"{where} has format {pointer.format!r} and a location of {image.format!r}; one is accepted")
+    return image.model_copy(update={"expected_tokens": pointer.expected_tokens})
+
+
+def image_in_url(url: str, where: str) -> ImageChunk | None:
+    """The image that a ``data:`` URL holds; none where it is another URL. No address is opened."""
+    header = _DATA_URL.match(url)
+    if header is None:
+        return None
     try:
-        data = base64.b64decode(location[header.end() :], validate=True)
+        data = base64.b64decode(url[header.end() :], validate=True)
     except ValueError:  # binascii.Error, or a character beyond ASCII
-        raise InvalidInput(f"{where} has a location whose data are not base64") from None
-    return ImageChunk(data=data, format=pointer.format, expected_tokens=pointer.expected_tokens)
+        raise InvalidInput(f"{where} is a data URL whose data are not base64") from None
+    return ImageChunk(data=data, format="png" if header[1] == "png" else "jpeg")
+
+
+def shortened(url: str) -> str:
+    """A URL as messages show it."""
+    return url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "..."
 
 
 # ── the container of dmel tensors ─────────────────────────────────────────────────────────────────────
