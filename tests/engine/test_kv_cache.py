@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from lorimer.engine.kv_cache import BLOCK, PrefixStore, PromptCache, Slab
 
@@ -110,6 +113,85 @@ def test_prompts_too_large_or_too_short_are_not_kept():
     assert store.memory_bytes == 0
     store = PrefixStore(1 << 20)
     store.put("", "w", np.arange(BLOCK - 1), make_prompt(BLOCK - 1, 0))
+    assert store.memory_bytes == 0
+
+
+SIZE_OF_BLOCK = make_prompt(BLOCK, 0).memory_bytes
+OWNERS = st.sampled_from([("", "w"), ("s", "w"), ("", "v")])
+PROMPTS = st.lists(st.integers(0, 2), max_size=5).map(tuple)
+"""The blocks of a prompt by number; few, so that many begin alike."""
+
+
+class StoreModel(RuleBasedStateMachine):
+    """The store beside a list of what it holds, the least recently used first, and nothing else."""
+
+    LIMIT = 12 * SIZE_OF_BLOCK
+
+    def __init__(self):
+        super().__init__()
+        self.store = PrefixStore(self.LIMIT)
+        self.held: list[tuple[tuple[str, str], tuple[int, ...], PromptCache]] = []
+
+    def evict(self, limit):
+        while sum(cache.memory_bytes for *_, cache in self.held) > limit:
+            self.held.pop(0)
+
+    @rule(owner=OWNERS, blocks=PROMPTS, num_more=st.integers(0, BLOCK - 1))
+    def put(self, owner, blocks, num_more):
+        text = np.concatenate([*(np.full(BLOCK, block) for block in blocks), np.full(num_more, 9)]).astype(int)
+        cache = make_prompt(len(text), 1)
+        self.store.put(owner[0], owner[1], text, cache)
+        known = [entry for entry in self.held if entry[:2] == (owner, blocks)]
+        if known:
+            self.held.remove(known[0])
+            self.held.append(known[0])
+        elif blocks and cache.memory_bytes <= self.LIMIT:
+            self.held.append((owner, blocks, cache))
+            self.evict(self.LIMIT)
+
+    @rule(owner=OWNERS, blocks=PROMPTS, most=st.integers(0, 6 * BLOCK))
+    def find(self, owner, blocks, most):
+        text = np.concatenate([*(np.full(BLOCK, block) for block in blocks), []]).astype(int)
+        prefixes = [n for n in range(1, len(blocks) + 1) if n * BLOCK <= most and self.holders(owner, blocks[:n])]
+        found = self.store.find(owner[0], owner[1], text, most)
+        if not prefixes:
+            assert found is None
+            return
+        assert found is not None
+        assert found[1] == max(prefixes) * BLOCK
+        (used,) = (e for e in self.holders(owner, blocks[: max(prefixes)]) if e[2] is found[0])
+        self.held.remove(used)
+        self.held.append(used)
+
+    def holders(self, owner, blocks):
+        return [e for e in self.held if e[0] == owner and e[1][: len(blocks)] == blocks]
+
+    @rule(num_blocks=st.integers(0, 12))
+    def shrink(self, num_blocks):
+        self.store.shrink(num_blocks * SIZE_OF_BLOCK)
+        self.evict(num_blocks * SIZE_OF_BLOCK)
+
+    @invariant()
+    def memory_is_what_is_held(self):
+        assert self.store.memory_bytes == sum(cache.memory_bytes for *_, cache in self.held) <= self.LIMIT
+        assert [stored.cache for stored in self.store._entries.values()] == [cache for *_, cache in self.held]
+        prefixes = {(e[0], e[1][:n]) for e in self.held for n in range(1, len(e[1]) + 1)}
+        assert len(self.store._holders) == len(prefixes), "nothing stays of what was evicted"
+
+
+def test_the_store_is_a_plain_list_whatever_is_asked_of_it():
+    run_state_machine_as_test(StoreModel, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+
+
+def test_an_evicted_prompt_takes_no_prefix_from_one_that_stays():
+    store = PrefixStore(5 * SIZE_OF_BLOCK)
+    first = make_prompt(2 * BLOCK, 1)
+    store.put("", "w", tokens(0, 100), first)
+    store.put("", "w", tokens(0, 100, 200), make_prompt(3 * BLOCK, 2))
+    store.put("", "w", tokens(0, 100), first)  # asked again, so the longer one goes first
+    store.put("", "w", tokens(900), make_prompt(BLOCK, 3))
+    assert store.find("", "w", tokens(0, 100), 2 * BLOCK) == (first, 2 * BLOCK)
+    store.shrink(0)
     assert store.memory_bytes == 0
 
 

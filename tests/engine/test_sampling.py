@@ -6,6 +6,7 @@ import torch
 
 from lorimer.engine.adapters import snapshot
 from lorimer.engine.debug import make_debug_model
+from lorimer.engine.kv_cache import BLOCK
 from lorimer.engine.messages import Datum, Done, SampleProgress, SampleRequest, SamplingParams
 from lorimer.engine.model import load_tokenizer
 from lorimer.engine.sampling import Sampler
@@ -264,6 +265,20 @@ def test_cached_prompts_are_kept_apart_by_weights_and_salt(llama):
         for salt in ("bob", "ann")
     }
     assert hits == {(None, "bob"): 0, (None, "ann"): 32, ("a", "bob"): 0, ("a", "ann"): 0}
+
+
+def test_a_full_prefix_store_evicts_shared_prompts_and_changes_no_sample(llama):
+    """Prompts share blocks, the earlier one is asked again, and others push them out."""
+    begin = prompt_of(2 * BLOCK)
+    longer = np.concatenate([begin, prompt_of(2 * BLOCK, 1)])
+    others = [prompt_of(3 * BLOCK, seed) for seed in range(2, 8)]
+    memory = 4 * (len(begin) + len(longer)) * llama.position_bytes  # a quarter is for prompts
+    sampler = make_sampler(llama, memory_bytes=memory)
+    for number, prompt in enumerate([begin, longer, begin, *others, begin, longer]):
+        alone = finish(make_sampler(llama), request("it", prompt))["it"]
+        found = finish(sampler, request(f"{number}", prompt))
+        assert found[f"{number}"].sequences[0].tokens.tolist() == alone.sequences[0].tokens.tolist()
+    assert sampler.num_cached > 0
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples_and_for_equal_prompts(llama):

@@ -6,12 +6,18 @@ The same loop in a process of its own is in ``test_process.py``.
 import socket
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
+from typing import Any
 
+import numpy as np
 import pytest
 
+from lorimer.engine import sampling
 from lorimer.engine.connection import Connection
+from lorimer.engine.constraints import Constraint
 from lorimer.engine.engine import Engine
+from lorimer.engine.kv_cache import PrefixStore
 from lorimer.engine.messages import (
     Cancel,
     CreateRun,
@@ -34,6 +40,7 @@ from lorimer.engine.messages import (
     decode_reply,
     encode,
 )
+from lorimer.engine.prompts import PromptScores
 from lorimer.engine.worker import Worker
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
 
@@ -246,6 +253,54 @@ def test_an_error_of_nobody_fails_the_work_and_not_the_worker(client, run, engin
     assert client.ask(OptimStep(request_id="step", model_id=run)).result.metrics["optimizer_step"] == 1
 
 
+def plant(patch, engine, place):
+    """Have the engine fail at what it does for the request ``bad``, whose prompt alone holds token 7 nine times."""
+    is_bad = lambda tokens: (np.asarray(tokens) == 7).sum() >= 9  # noqa: E731
+    wanted: dict[str, tuple[Any, Callable[..., bool]]] = {
+        "find": (PrefixStore, lambda self, salt, weights, tokens, most: is_bad(tokens)),
+        "put": (PrefixStore, lambda self, salt, weights, tokens, cache: is_bad(tokens)),
+        "shared pass": (engine.model, lambda tokens, *_: is_bad(tokens.numpy())),
+        "result": (sampling, lambda request: request.message.request_id == "bad"),
+        "progress": (sampling, lambda sequence: sequence.request.message.request_id == "bad"),
+        "add": (PromptScores, lambda self, *_: is_bad(self._message.prompt)),
+        "advance": (Constraint, lambda self, token: True),
+        "mask_": (Constraint, lambda self, logits: True),
+    }
+    owner, is_it = wanted[place]
+    name = "hidden" if place == "shared pass" else place
+    original = getattr(owner, name)
+
+    def planted(*args):
+        if is_it(*args):
+            raise KeyError("planted")
+        return original(*args)
+
+    patch.setattr(owner, name, planted)
+
+
+@pytest.mark.parametrize("place", ["find", "put", "shared pass", "result", "progress", "add", "advance", "mask_"])
+def test_an_error_in_the_work_for_one_request_fails_that_request_alone(client, engine, monkeypatch, capfd, place):
+    good = [make_sample(f"good-{i}", prompt_seed=i, max_tokens=40, num_samples=2) for i in range(3)]
+    alone = [client.ask(request).result.sequences for request in good]
+    options = {"stream": place == "progress", "prompt_logprobs": place == "add"}
+    grammar = "start: /[a-z]*/" if place in ("advance", "mask_") else ""
+    bad = make_sample("bad", num_samples=3, prompt_seed=100 + next(NUMBERS), grammar=grammar, **options)
+    bad.prompt[:9] = 7
+    with monkeypatch.context() as patch:
+        plant(patch, engine, place)
+        client.send(*good[:2], bad, good[2])
+        replies = {r.request_id: r for r in client.take_until("bad", *(g.request_id for g in good))}
+    assert isinstance(replies["bad"], Failed)
+    assert (replies["bad"].category, "planted" in replies["bad"].error) == ("server", True)
+    assert "planted" in capfd.readouterr().err
+    for request, expected in zip(good, alone, strict=True):
+        found = replies[request.request_id].result.sequences
+        assert [s.tokens.tolist() for s in found] == [s.tokens.tolist() for s in expected]
+    assert isinstance(client.ask(bad), Done), "another attempt succeeds"
+    status = client.ask(GetStatus(request_id="status")).result
+    assert (status.num_sampling, status.num_waiting) == (0, 0)
+
+
 def test_a_cancelled_sample_ends_and_the_others_go_on(client):
     alone = client.ask(make_sample("kept", max_tokens=60)).result.sequences[0]
     client.send(make_sample("given-up", max_tokens=480, num_samples=3, stream=True))
@@ -308,7 +363,7 @@ def test_it_leaves_when_told_or_when_nobody_is_left(engine, how, busy_with):
     fresh.send(Shutdown(), OptimStep(request_id="late", model_id=run))
     assert fresh.has_left()
     fresh.connection.close()
-    engine.sampler.fail_all("left")
+    engine.sampler.fail_all(RuntimeError("left"))
 
 
 def test_custom_losses_live_as_long_as_the_engine(client, run):

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -93,6 +94,53 @@ async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypa
     for accepted in [*beside, behind, *samples]:
         await s.done(accepted)
     assert s.slot.num_deaths - deaths <= 6  # now and then it was sent behind another turn, which was then blamed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def planted(tmp_path_factory) -> AsyncIterator[tuple[Service, Path]]:
+    """A service whose engine process fails at samples while a file says which and how often."""
+    folder = tmp_path_factory.mktemp("planted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "planted"))
+        patch.setenv("PLANTED_FAULT", str(folder / "fault.json"))
+        async with service(folder / "data", max_engine_deaths=4) as opened:
+            await opened.ready()
+            yield opened, folder / "fault.json"
+
+
+async def test_a_sample_that_fails_by_an_error_of_the_engines_own_is_retried(planted):
+    """The client gets the tokens it would have got; those beside it notice nothing, and no engine ends."""
+    s, fault = planted
+    user, session = await s.session()
+    base = await s.base_sampler(user, session)
+    first = await s.sample(user, base, 0, seed=3, max_tokens=31)
+    expected = decode_sample_response(await s.done(first), first.sample_sequence_ids)
+    fault.write_text(json.dumps({"max_tokens": 31, "times": 3}))
+    accepted = await s.sample(user, base, 1, seed=3, max_tokens=31)
+    beside = [await s.sample(user, base, number, max_tokens=20) for number in range(2, 8)]
+    found = decode_sample_response(await s.done(accepted), accepted.sample_sequence_ids)
+    assert list(found.sequences[0].tokens) == list(expected.sequences[0].tokens)
+    for one in beside:
+        await s.done(one)
+    assert json.loads(fault.read_text())["times"] == 0
+    assert s.slot.num_deaths == 0
+    assert (s.sampling.num_waiting, s.sampling.num_running) == (0, 0)
+
+
+async def test_a_sample_that_keeps_failing_is_given_up_and_others_are_served(planted):
+    s, fault = planted
+    user, session = await s.session()
+    base = await s.base_sampler(user, session)
+    fault.write_text(json.dumps({"max_tokens": 31, "times": 1000}))
+    bad = await s.sample(user, base, 0, max_tokens=31)
+    beside = [await s.sample(user, base, number, max_tokens=20) for number in range(1, 7)]
+    outcome = await s.outcome(bad)
+    assert (outcome.state, outcome.category) == ("failed", "server")
+    assert "planted" in outcome.error
+    for one in beside:
+        await s.done(one)
+    assert json.loads(fault.read_text())["times"] == 1000 - 4
+    assert s.slot.num_deaths == 0
 
 
 async def test_an_engine_that_hangs_is_replaced(s):

@@ -33,6 +33,11 @@ class Constraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(bool)
 
+    def mask_(self, logits_V: Tensor) -> None:
+        """Take all probability from tokens that may not come next."""
+        allowed = torch.from_numpy(self.allowed(len(logits_V))).to(logits_V.device)
+        logits_V.masked_fill_(~allowed, float("-inf"))
+
     def advance(self, token: int) -> str:
         """Take the token that was drawn; gives what is wrong if the grammar cannot be followed any further."""
         if self._matcher.consume_token(token):
@@ -84,14 +89,6 @@ class Grammars:
                 raise Unsupported(f"samples cannot be confined to a grammar: the model has {missing}")
             self._view = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=self._eos)
         return self._view
-
-
-def mask_(logits_NV: Tensor, constraints: Sequence[Constraint | None]) -> None:
-    """Take all probability from tokens that the constraint of their row does not allow."""
-    for row, constraint in enumerate(constraints):
-        if constraint is not None:
-            allowed = torch.from_numpy(constraint.allowed(logits_NV.shape[1])).to(logits_NV.device)
-            logits_NV[row].masked_fill_(~allowed, float("-inf"))
 
 
 def _first_line(error: str) -> str:

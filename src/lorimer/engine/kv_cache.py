@@ -236,50 +236,70 @@ class DecodeAttention:
         self._slab.lengths = [length + 1 for length in self._slab.lengths]
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A prompt of the store, the hashes of its prefixes of whole blocks, and the memory it is charged with."""
+
+    cache: PromptCache
+    digests: list[bytes]
+    memory_bytes: int
+
+
 class PrefixStore:
-    """Prompts that were computed, for those that begin alike."""
+    """Prompts that were computed, for those that begin alike.
+
+    A prefix is found as long as any stored prompt begins with it, in whatever order they are evicted.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._entries: OrderedDict[bytes, tuple[PromptCache, list[bytes]]] = OrderedDict()
-        self._blocks: dict[bytes, tuple[bytes, int]] = {}
-        """Hash of every prefix of whole blocks -> key of a prompt that begins with it, and the prefix's length."""
+        self._entries: OrderedDict[bytes, _Stored] = OrderedDict()
+        """By the hash of all whole blocks, the least recently used first."""
+        self._holders: dict[bytes, dict[bytes, None]] = {}
+        """Hash of every prefix of whole blocks -> keys of all prompts that begin with it, in the order they came."""
         self.memory_bytes = 0
 
     def find(self, salt: str, weights: str, tokens: np.ndarray, most: int) -> tuple[PromptCache, int] | None:
-        """The stored prompt that shares the longest prefix of at most ``most`` tokens, and that length."""
+        """The stored prompt that shares the longest prefix of at most ``most`` tokens, and that length.
+
+        Of several the one stored last.
+        """
         found = None
         for digest, length in _block_hashes(salt, weights, tokens):
-            if digest not in self._blocks or length > most:
+            if digest not in self._holders or length > most:
                 break
-            found = self._blocks[digest]
+            found = digest, length
         if found is None:
             return None
-        self._entries.move_to_end(found[0])
-        return self._entries[found[0]][0], found[1]
+        key = next(reversed(self._holders[found[0]]))
+        self._entries.move_to_end(key)
+        return self._entries[key].cache, found[1]
 
     def put(self, salt: str, weights: str, tokens: np.ndarray, cache: PromptCache) -> None:
-        hashes = list(_block_hashes(salt, weights, tokens))
-        if not hashes or cache.memory_bytes > self._limit_bytes:
+        digests = [digest for digest, _ in _block_hashes(salt, weights, tokens)]
+        size = cache.memory_bytes
+        if not digests or size > self._limit_bytes:
             return
-        key = hashes[-1][0]
+        key = digests[-1]
         if key in self._entries:
             self._entries.move_to_end(key)
             return
-        self._entries[key] = cache, [digest for digest, _ in hashes]
-        self.memory_bytes += cache.memory_bytes
-        for digest, length in hashes:
-            self._blocks[digest] = (key, length)
+        self._entries[key] = _Stored(cache, digests, size)
+        self.memory_bytes += size
+        for digest in digests:
+            self._holders.setdefault(digest, {})[key] = None
         self.shrink(self._limit_bytes)
 
     def shrink(self, limit_bytes: int) -> None:
-        """Forget the least recently used prompts until the rest fit."""
+        """Evict the least recently used prompts until the rest fit."""
         while self.memory_bytes > limit_bytes and self._entries:
-            key, (cache, digests) = self._entries.popitem(last=False)
-            self.memory_bytes -= cache.memory_bytes
-            for digest in digests:
-                if self._blocks[digest][0] == key:
-                    del self._blocks[digest]
+            key, stored = self._entries.popitem(last=False)
+            self.memory_bytes -= stored.memory_bytes
+            for digest in stored.digests:
+                holders = self._holders[digest]
+                del holders[key]
+                if not holders:
+                    del self._holders[digest]
 
 
 def _block_hashes(salt: str, weights: str, tokens: np.ndarray) -> Iterator[tuple[bytes, int]]:

@@ -5,11 +5,15 @@ all its samples and by equal prompts that wait beside it. Its samples then take 
 When memory runs short the newest sequences give up their rows and are computed again later; nothing fails.
 ``step`` does one pass of either kind; ``prompts.py`` scores prompt tokens; ``drawing.py`` chooses tokens, of those
 that ``constraints.py`` allows; ``answers.py`` says what came of it.
+
+An error in work that is done for one request fails that request. Prompts whose common pass fails are computed one by
+one, so that the cause is found; a decoding pass that fails is the only thing that takes other requests with it.
 """
 
 import secrets
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +26,7 @@ from torch import Tensor
 from lorimer.engine.adapters import FrozenAdapter
 from lorimer.engine.answers import progress, result
 from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.constraints import Constraint, Grammars, mask_
+from lorimer.engine.constraints import Constraint, Grammars
 from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
 from lorimer.engine.head import Head
 from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PrefixStore, PromptCache, Slab
@@ -53,6 +57,8 @@ class Request:
     num_cached: int = 0
     error: str = ""
     """Why it fails once its sequences have ended."""
+    failure: str = ""
+    """An error of the engine's own, which fails it after this pass."""
 
     @property
     def weights(self) -> str:
@@ -98,6 +104,12 @@ class Prefill:
     cache: PromptCache
     scores: PromptScores | None
     """What to score on the way; not again for a sequence that lost its row."""
+    is_alone: bool = False
+    """It gets passes of its own, because one that it shared has failed."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return [sequence.request for sequence in self.sequences]
 
     @cached_property
     def keys(self) -> np.ndarray:
@@ -132,6 +144,7 @@ class Sampler:
         self._rows: list[Sequence] = []
         """The sequence of each row of the slab."""
         self._requests: dict[str, Request] = {}
+        self._failed: list[Request] = []
         self._prefill_next = True
         self._new_seed = new_seed
         self.num_sampled = self.num_prefilled = self.num_cached = 0
@@ -168,8 +181,8 @@ class Sampler:
             Sequence(request, i, derive_seed(seed, i), constraint=constraint and constraint.copy())
             for i in range(message.num_samples)
         ]
-        self._requests[message.request_id] = request
         self._enqueue(request, prompt, request.sequences, request.scores)
+        self._requests[message.request_id] = request
 
     def _enqueue(
         self, request: Request, tokens: np.ndarray, sequences: list[Sequence], scores: PromptScores | None
@@ -201,53 +214,103 @@ class Sampler:
     def step(self) -> list[Reply]:
         """One pass: of prompts or of decoding, in turn when both wait."""
         self._fill_slab()
+        if self._failed:
+            return self._drop_failed()
         can_prefill = bool(self._prefills) and len(self._ready) + len(self._rows) < self._most_rows
+        replies: list[Reply] = []
         if can_prefill and (self._prefill_next or not self._rows):
             self._prefill_next = False
-            return self._prefill()
-        self._prefill_next = True
-        return self._decode() if self._rows else []
+            replies = self._prefill()
+        else:
+            self._prefill_next = True
+            if self._rows:
+                replies = self._decode()
+        return replies + self._drop_failed()
+
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _blame(self, requests: Iterable[Request], error: Exception) -> None:
+        """Have an error fail these requests when the pass is over; until then they take part in it."""
+        traceback.print_exception(error)
+        for request in requests:
+            if not request.failure:
+                request.failure = _describe(error)
+                self._failed.append(request)
+
+    def _drop_failed(self) -> list[Reply]:
+        failed, self._failed = self._failed, []
+        replies: list[Reply] = []
+        for request in failed:
+            request_id = request.message.request_id
+            if self.cancel(request_id):
+                replies.append(Failed(request_id=request_id, category="server", error=request.failure))
+        return replies
+
+    def fail_all(self, error: Exception) -> list[Reply]:
+        """Give everything up after an error that can be put down to no request and no pass."""
+        self._blame(self._requests.values(), error)
+        return self._drop_failed()
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
 
     def _prefill(self) -> list[Reply]:
         chosen = self._choose_prefills()
-        spans, parts, start = [], [], 0
+        spans, start = [], 0
         for prefill, size in chosen:
             spans.append(PrefillSpan(start, start + size, prefill.cache))
-            parts.append(np.arange(prefill.cache.length, prefill.cache.length + size))
             start += size
-        tokens = np.concatenate([p.tokens[part] for (p, _), part in zip(chosen, parts, strict=True)])
+        parts = [np.arange(p.cache.length, p.cache.length + size) for p, size in chosen]
+        prefills = [prefill for prefill, _ in chosen]
+        try:
+            hidden_TH = self._compute(prefills, spans, parts)
+        except Exception as error:
+            if len(prefills) == 1:
+                self._blame(prefills[0].requests, error)
+            for prefill in prefills:
+                prefill.is_alone = True
+            return []
+        for prefill, span, part in zip(prefills, spans, parts, strict=True):
+            self._score(prefill, hidden_TH[span.start : span.stop], part)
+        done = [i for i, prefill in enumerate(prefills) if prefill.cache.length == len(prefill.tokens)]
+        if not done:
+            return []
+        last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
+        return self._begin([prefills[i] for i in done], hidden_TH[last])
+
+    def _compute(self, prefills: list[Prefill], spans: list[PrefillSpan], parts: list[np.ndarray]) -> Tensor:
+        """One pass over the next tokens of several prompts, which extends their caches."""
+        tokens = np.concatenate([prefill.tokens[part] for prefill, part in zip(prefills, parts, strict=True)])
         attention = PrefillAttention(spans)
-        slices = _slices([(p.request, span.stop - span.start) for (p, _), span in zip(chosen, spans, strict=True)])
+        slices = _slices([(p.request, span.stop - span.start) for p, span in zip(prefills, spans, strict=True)])
         placements = [
             Placement(p.request.images, span.start, part[0], part[-1] + 1)
-            for (p, _), span, part in zip(chosen, spans, parts, strict=True)
+            for p, span, part in zip(prefills, spans, parts, strict=True)
             if p.request.images is not None
         ]
         hidden_TH = self._run(tokens, np.concatenate(parts), Pass(slices, cache=attention), placements)
         attention.finish()
         self.num_prefilled += len(tokens)
-        replies: list[Reply] = []
-        for (prefill, _), span, part in zip(chosen, spans, parts, strict=True):
-            if prefill.scores is not None:
-                x = hidden_TH[span.start : span.stop]
-                prefill.scores.add(x, part, self._head, _slices([(prefill.request, len(x))]))
-        done = [i for i, (prefill, _) in enumerate(chosen) if prefill.cache.length == len(prefill.tokens)]
-        if done:
-            last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
-            replies = self._begin([chosen[i][0] for i in done], hidden_TH[last])
-        return replies
+        return hidden_TH
+
+    def _score(self, prefill: Prefill, x_NH: Tensor, positions: np.ndarray) -> None:
+        if prefill.scores is not None:
+            try:
+                prefill.scores.add(x_NH, positions, self._head, _slices([(prefill.request, len(x_NH))]))
+            except Exception as error:
+                self._blame([prefill.request], error)
 
     def _choose_prefills(self) -> list[tuple[Prefill, int]]:
         """Prefills of the next pass, in order of arrival, and how many tokens of each; equal adapters side by side."""
         chosen: list[tuple[Prefill, int]] = []
         room, rows = PREFILL_TOKENS, self._most_rows - len(self._ready) - len(self._rows)
         for prefill in self._prefills:
-            if room <= 0 or rows <= 0:
+            if room <= 0 or rows <= 0 or (chosen and (prefill.is_alone or chosen[0][0].is_alone)):
                 break
             if not prefill.cache.layers:
-                self._use_prefix(prefill)
+                try:
+                    self._use_prefix(prefill)
+                except Exception as error:
+                    self._blame(prefill.requests, error)
             size = min(room, len(prefill.tokens) - prefill.cache.length)
             chosen.append((prefill, size))
             room -= size
@@ -273,14 +336,20 @@ class Sampler:
         for prefill in prefills:
             self._prefills.remove(prefill)
             request = prefill.request
-            self._prefixes.put(request.message.cache_salt, request.weights, prefill.keys, prefill.cache)
-        logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
+            try:
+                self._prefixes.put(request.message.cache_salt, request.weights, prefill.keys, prefill.cache)
+            except Exception as error:
+                self._blame(prefill.requests, error)
         waiting = [(i, s) for i, p in enumerate(prefills) for s in p.sequences]
         replies: list[Reply] = []
-        for start in range(0, len(waiting), _DRAWS):
-            part = waiting[start : start + _DRAWS]
-            owners = torch.tensor([i for i, _ in part], device=logits_NV.device)
-            replies += self._draw([s for _, s in part], logits_NV[owners])
+        try:
+            logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
+            for start in range(0, len(waiting), _DRAWS):
+                part = waiting[start : start + _DRAWS]
+                owners = torch.tensor([i for i, _ in part], device=logits_NV.device)
+                replies += self._draw([s for _, s in part], logits_NV[owners])
+        except Exception as error:
+            self._blame([s.request for _, s in waiting], error)
         self._ready.extend((s, prefills[i].cache) for i, s in waiting if s.stop_reason is None)
         return replies
 
@@ -289,7 +358,11 @@ class Sampler:
     def _fill_slab(self) -> None:
         while self._ready and len(self._rows) < self._most_rows and self._slab.can_add(self._ready[0][1].length):
             sequence, cache = self._ready.popleft()
-            self._slab.add(cache)
+            try:
+                self._slab.add(cache)
+            except Exception as error:  # it may have been growing, and then the slab is fit for nobody
+                self._blame([s.request for s in (*self._rows, sequence)], error)
+                return
             self._rows.append(sequence)
 
     def _free(self, row: int) -> None:
@@ -304,10 +377,25 @@ class Sampler:
             sequence = self._rows[newest]
             self._free(newest)
             tokens = np.concatenate([np.asarray(sequence.request.message.prompt, np.int64), sequence.tokens])
-            self._enqueue(sequence.request, tokens, [sequence], None)
+            try:
+                self._enqueue(sequence.request, tokens, [sequence], None)
+            except Exception as error:
+                self._blame([sequence.request], error)
 
     def _decode(self) -> list[Reply]:
         self._preempt()
+        try:
+            replies = self._decode_rows()
+        except Exception as error:
+            self._blame([sequence.request for sequence in self._rows], error)
+            return []
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].stop_reason is not None:
+                self._free(row)
+        return replies
+
+    def _decode_rows(self) -> list[Reply]:
+        """One pass over all rows of the slab."""
         self._slab.make_room()
         # Rows in the order of adapters, so that each adapter owns one slice of the pass.
         order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].request.weights)
@@ -318,11 +406,7 @@ class Sampler:
         slices = self._decode_slices(sequences)
         hidden_NH = self._run(tokens, positions, Pass(slices, cache=attention))
         attention.finish()
-        replies = self._draw(sequences, self._head.logits(hidden_NH, slices))
-        for row in reversed(range(len(self._rows))):
-            if self._rows[row].stop_reason is not None:
-                self._free(row)
-        return replies
+        return self._draw(sequences, self._head.logits(hidden_NH, slices))
 
     def _decode_slices(self, sequences: list[Sequence]) -> list[AdapterSlice]:
         slices, first = _slices([(s.request, 1) for s in sequences]), sequences[0].request
@@ -338,7 +422,12 @@ class Sampler:
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
         """Choose a token for each sequence, end those that stop, and answer what is complete."""
-        mask_(logits_NV, [s.constraint for s in sequences])
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is not None:
+                try:
+                    sequence.constraint.mask_(logits_NV[row])
+                except Exception as error:
+                    self._blame([sequence.request], error)
         rules = DrawRules.of([s.rule for s in sequences], logits_NV.device)
         numbers = uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
         logprobs_NV = scaled_logprobs(logits_NV, rules.temperatures)
@@ -354,7 +443,12 @@ class Sampler:
             k = sequence.request.message.topk_sample_logprobs
             if k and tops is not None:
                 sequence.best.append((tops[0][i, :k], tops[1][i, :k]))
-            replies += self._after_token(sequence)
+            if sequence.request.failure:
+                continue
+            try:
+                replies += self._after_token(sequence)
+            except Exception as error:
+                self._blame([sequence.request], error)
         return replies
 
     def _after_token(self, sequence: Sequence) -> list[Reply]:
@@ -368,18 +462,11 @@ class Sampler:
         request_id = request.message.request_id
         replies: list[Reply] = [progress(sequence)] if request.message.stream else []
         if sequence.stop_reason is not None and request.is_finished:
-            del self._requests[request_id]
             if request.error:
                 replies.append(Failed(request_id=request_id, category="user", error=request.error))
             else:
                 replies.append(Done(request_id=request_id, result=result(request)))
-        return replies
-
-    def fail_all(self, error: str) -> list[Reply]:
-        """Give everything up after an error nobody can be blamed for."""
-        replies: list[Reply] = [Failed(request_id=r, category="server", error=error) for r in self._requests]
-        for request_id in list(self._requests):
-            self.cancel(request_id)
+            del self._requests[request_id]
         return replies
 
 
@@ -394,3 +481,7 @@ def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
             slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale))
         start = stop
     return slices
+
+
+def _describe(error: Exception) -> str:
+    return f"sampling failed: {type(error).__name__}: {error}"

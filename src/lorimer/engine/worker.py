@@ -149,8 +149,7 @@ class Worker:
         try:
             replies = self._engine.sampler.step()
         except Exception as error:
-            traceback.print_exc()
-            replies = self._engine.sampler.fail_all(f"sampling failed: {type(error).__name__}: {error}")
+            replies = self._engine.sampler.fail_all(error)
         for reply in replies:
             self.send(reply)
 

@@ -29,7 +29,8 @@ class SchedulerLimits:
     stall_seconds: float = 1800.0
     """An engine with work that has said nothing for so long is taken for hung, and replaced."""
     max_engine_deaths: int = 5
-    """A request that was being computed at so many deaths of an engine is given up."""
+    """A request that was being computed at so many deaths of an engine is given up; so is a sample that failed so often
+    by an error of the engine's own."""
     result_seconds_after_fetch: float = 600.0
     result_seconds: float = 86_400.0
     """How long results are kept once fetched, and if never fetched."""

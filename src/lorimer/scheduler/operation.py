@@ -51,7 +51,7 @@ class Operation:
     is_replay: bool = False
     """Finished before a crash: done again for the state it leaves, with nothing to answer."""
     deaths: int = 0
-    """How many engines ended while they computed this."""
+    """How many engines ended while they computed this, or failed at it by an error of their own."""
     is_accepted: bool = False
     """On record; until then it may still be refused, and is not computed."""
     started_at: float = 0.0

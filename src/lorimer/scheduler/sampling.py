@@ -188,7 +188,7 @@ class SamplingQueue:
         except (EngineDied, StorageError):
             return  # it is put back, or taken up at the next start
         except Exception as error:
-            if operation.deaths == attempt:
+            if operation.deaths == attempt and not self._retry(operation, error):
                 self._leave(operation)
                 await self._fail(operation, error)
             return
@@ -199,6 +199,23 @@ class SamplingQueue:
             assert isinstance(result, messages.SampleResult)
             self._leave(operation)
             await self._record(operation, result)
+
+    def _retry(self, operation: AnySample, error: Exception) -> bool:
+        """Put back what failed by an error of the engine's own; false if that is not the case or happens too often.
+
+        No client retries a sample that was accepted and then failed. What fails beside others fails less alone, so
+        after a second failure it is a suspect, as after the death of an engine.
+        """
+        if not isinstance(error, EngineError) or not operation.can_repeat or operation.is_cancelled:
+            return False
+        self._isolation.blame(operation)
+        if operation.deaths >= self._limits.max_engine_deaths:
+            return False
+        log.warning("retrying a sample: %s", error, extra={"request_id": operation.request_id})
+        self._end_run(operation)
+        self._enqueue(operation, first=True)
+        self.on_answer()
+        return True
 
     def _command(self, operation: AnySample, held: Held | None) -> messages.SampleRequest:
         return engine_sample(

@@ -177,7 +177,10 @@ class Settings:
         float, Meaning("An engine with work that is silent for this long is taken for hung, and replaced.", 1)
     ] = LIMITS.stall_seconds
     max_engine_deaths: Annotated[
-        int, Meaning("A request under way at this many deaths of an engine is given up.", 1)
+        int,
+        Meaning(
+            "A request under way at this many deaths of an engine, or a sample that failed so often, is given up.", 1
+        ),
     ] = LIMITS.max_engine_deaths
     heartbeat_flush_seconds: Annotated[float, Meaning("Heartbeats are written together this often.", 0.05)] = 15.0
     sweep_seconds: Annotated[float, Meaning("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
