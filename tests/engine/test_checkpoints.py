@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorimer.engine import checkpoints, optim
-from lorimer.engine.adapters import Adapter, create_adapter, flatten
+from lorimer.engine.adapters import Adapter, create_adapter, flatten, snapshot
 from lorimer.engine.debug import tiny_model
 from lorimer.engine.lora import LoraTarget, find_targets
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
@@ -394,3 +394,27 @@ def test_unwritable_place_is_named(phi3: Any, tmp_path: Path) -> None:
         checkpoints.save(
             make_adapter(targets), targets, str(tmp_path / "file" / "c"), base_model="t", weights_only=True
         )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["weights", "exp_avg", "exp_avg_sq"])
+def test_numbers_that_are_not_finite_are_neither_saved_nor_published_nor_loaded(tmp_path, where, bad):
+    targets = [LoraTarget("a", "a", "attn", 33, 17)]
+    adapter = create_adapter(targets, LoraConfig(rank=4, seed=1), OptimizerConfig())
+    optim.apply(adapter, {})
+    pairs = adapter.weights if where == "weights" else adapter.moments[where]
+    pairs["a"][1][2, 3] = bad
+    with pytest.raises(CheckpointError, match=f"not saved: its {where} hold numbers that are not finite"):
+        checkpoints.save(adapter, targets, str(tmp_path / "run"), base_model="m", weights_only=False)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=f"not published: its {where} hold numbers that are not finite"):
+        snapshot(adapter)
+    with pytest.MonkeyPatch.context() as patch:  # as a version without the check wrote it
+        patch.setattr(Adapter, "check_finite", lambda self, verb: None)
+        checkpoints.save(adapter, targets, str(tmp_path / "run"), base_model="m", weights_only=False)
+    fresh = create_adapter(targets, LoraConfig(rank=4, seed=2), OptimizerConfig())
+    before = copy.deepcopy(fresh)
+    with pytest.raises(CheckpointError, match="not finite"):
+        checkpoints.load(fresh, targets, str(tmp_path / "run"), optimizer=True)
+    assert all(torch.equal(x, y) for x, y in zip(flatten(fresh.weights), flatten(before.weights), strict=True))
+    assert (fresh.moments, fresh.step) == ({}, 0)

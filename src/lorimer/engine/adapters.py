@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorimer.engine.lora import ALPHA, LoraTarget, init_adapter
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.errors import CheckpointError
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """A and B, or something of their shapes, by target name."""
@@ -21,6 +22,14 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 def flatten(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
     """All tensors of ``pairs`` in order, A before B."""
     return [tensor for pair in pairs.values() for tensor in pair]
+
+
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Whether no number of ``tensors`` is NaN or infinite."""
+    # A norm is several times faster than looking at every number; that of large but finite ones may overflow.
+    if bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all()):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,12 @@ class Adapter:
     def clear_gradient(self) -> None:
         self.grads = None
 
+    def check_finite(self, verb: str) -> None:
+        """Refuse weights or moments that are not finite; the gradient may be, and then its step is skipped."""
+        for what, pairs in {"weights": self.weights, **self.moments}.items():
+            if not are_finite(flatten(pairs)):
+                raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
+
     def _all_pairs(self) -> Iterator[Pairs]:
         yield self.weights
         if self.grads is not None:
@@ -102,6 +117,7 @@ def create_adapter(
 
 def snapshot(adapter: Adapter) -> FrozenAdapter:
     """A copy of the present weights."""
+    adapter.check_finite("published")
     weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
     return FrozenAdapter(weights, adapter.rank, adapter.scale)
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorimer.engine.adapters import Adapter, Pairs
+from lorimer.engine.adapters import Adapter, Pairs, are_finite, flatten
 from lorimer.engine.lora import LoraTarget, is_trained, shapes
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.peft_format import from_peft, read_lora_config, to_peft
@@ -61,6 +61,7 @@ def save(
 
     On failure nothing is left behind.
     """
+    adapter.check_finite("saved")
     target = Path(directory)
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     try:
@@ -180,6 +181,8 @@ def _load_state(directory: str, targets: Sequence[LoraTarget], adapter: Adapter)
                 if a is None or b is None or (a.shape, b.shape) != expected:
                     raise CheckpointError(f"{_STATE} has no {group!r} of shapes {expected} for {target.name!r}")
                 groups[group][target.name] = (a.clone(), b.clone())  # no longer views of the file
+        if group != "grad" and not are_finite(flatten(groups[group])):
+            raise CheckpointError(f"{_STATE} holds numbers in {group!r} that are not finite")
     if tensors:
         raise CheckpointError(f"{_STATE} holds {sorted(tensors)[0]!r}, which the run does not train")
     return groups, manifest.step
