@@ -1,5 +1,7 @@
 """What ends a sequence."""
 
+import random
+
 import pytest
 
 from lorimer.engine.debug import make_debug_model
@@ -17,7 +19,8 @@ def tokenizer(tmp_path_factory):
 
 def first_stop(stop, tokens):
     """How many tokens it takes to end, or ``None``."""
-    return next((n for n in range(1, len(tokens) + 1) if stop.ends(tokens[:n])), None)
+    watch = stop.begin()
+    return next((n for n in range(1, len(tokens) + 1) if watch.ends(tokens[:n])), None)
 
 
 def test_none_means_end_of_sequence_and_an_empty_list_nothing():
@@ -52,6 +55,36 @@ def test_strings_stop_wherever_token_borders_lie(tokenizer, stop, text, kept):
 def test_a_string_that_does_not_come_does_not_stop(tokenizer):
     tokens = tokenizer.encode("the quick brown fox", add_special_tokens=False)
     assert first_stop(Stop("lazy", [], tokenizer), tokens) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sequence_ends_where_its_whole_text_first_holds_a_string(tokenizer, seed):
+    """Texts of several times what is decoded together, with characters of many tokens and broken ones."""
+    rng = random.Random(seed)
+    text = "".join(rng.choice(["a", "b", " ", "é", "日", "😀", "ab "]) for _ in range(120))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for _ in range(3):
+        tokens.insert(rng.randrange(len(tokens)), tokenizer.encode("日", add_special_tokens=False)[0])
+    start = rng.randrange(len(text) - 9)
+    stops = [text[start : start + size] for size in (9, 6, 40)] + ["zz", "日😀b"]
+    decoded = (tokenizer.decode(tokens[:n], skip_special_tokens=False) for n in range(1, len(tokens) + 1))
+    expected = next((n for n, seen in enumerate(decoded, 1) if any(stop in seen for stop in stops)), None)
+    assert first_stop(Stop(stops, [], tokenizer), tokens) == expected
+
+
+def test_long_strings_need_no_more_tokens_decoded_than_short_ones(tokenizer):
+    """What a request may send: 64 of 1,003 characters. As many tokens were decoded after each that was sampled."""
+    num_decoded = []
+
+    class Counting:
+        def decode(self, tokens, **options):
+            num_decoded.append(len(tokens))
+            return tokenizer.decode(tokens, **options)
+
+    long = "a" * 1000
+    tokens = tokenizer.encode("a", add_special_tokens=False) * 3000
+    assert first_stop(Stop([f"{long}{chr(0x100 + i)}bc" for i in range(64)], [], Counting()), tokens) is None
+    assert sum(num_decoded) < 30 * len(tokens)
 
 
 def test_strings_without_a_tokenizer_are_refused():

@@ -414,6 +414,7 @@ def test_samples_that_are_accepted(fields):
         ({"stop": ""}, "stop[0] has 0 characters"),
         ({"stop": ["a", ""]}, "stop[1] has 0 characters"),
         ({"stop": "a" * 5000}, "stop[0] has 5000 characters"),
+        ({"stop": ["a" * 4096] * 17}, "stop holds 69632 characters; at most 65536 are accepted"),
         ({"stop": ["a"] * 10_000}, "stop holds 10000 strings"),
         ({"stop": [1, 100]}, "stop[1] is 100; 0 to 99"),
         ({"stop": [-1]}, "stop[0] is -1"),

@@ -34,7 +34,7 @@ from lorimer.engine.merged import MergedAdapter
 from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
 from lorimer.engine.model import BaseModel
 from lorimer.engine.prompts import PromptScores
-from lorimer.engine.stops import Stop
+from lorimer.engine.stops import Stop, StopWatch
 from lorimer.engine.vision import Placement, SequenceImages
 
 PREFILL_TOKENS = 2048
@@ -49,7 +49,6 @@ class Request:
 
     message: SampleRequest
     adapter: FrozenAdapter | None
-    stop: Stop
     max_tokens: int
     scores: PromptScores | None
     images: SequenceImages | None = None
@@ -76,6 +75,7 @@ class Sequence:
     request: Request
     index: int
     seed: int
+    stop: StopWatch
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     best: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -170,15 +170,15 @@ class Sampler:
         request = Request(
             message=message,
             adapter=adapter,
-            stop=Stop(message.params.stop, self._eos, self._tokenizer),
             max_tokens=min(wanted, room),
             scores=PromptScores.wanted(message, images.is_image if images else None),
             images=images,
         )
+        stop = Stop(message.params.stop, self._eos, self._tokenizer)
         seed = self._new_seed(64) if message.params.seed is None else message.params.seed
         constraint = self._grammars.compile(message.grammar) if message.grammar else None
         request.sequences = [
-            Sequence(request, i, derive_seed(seed, i), constraint=constraint and constraint.copy())
+            Sequence(request, i, derive_seed(seed, i), stop.begin(), constraint=constraint and constraint.copy())
             for i in range(message.num_samples)
         ]
         self._enqueue(request, prompt, request.sequences, request.scores)
@@ -455,7 +455,7 @@ class Sampler:
         request, constraint = sequence.request, sequence.constraint
         if constraint is not None:
             request.error = constraint.advance(sequence.tokens[-1]) or request.error
-        if request.stop.ends(sequence.tokens) or (constraint is not None and constraint.is_complete):
+        if sequence.stop.ends(sequence.tokens) or (constraint is not None and constraint.is_complete):
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= request.max_tokens:
             sequence.stop_reason = "length"

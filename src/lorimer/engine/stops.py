@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorimer.errors import InvalidInput
+from lorimer.types.stops import StopMatcher
+
+_CONTEXT = 4
+"""Tokens beside which the next ones are decoded, for the sake of their spaces."""
+_TOGETHER = 16
+"""Tokens that are decoded again until so many have come, and longer while a character is incomplete."""
 
 
 class Stop:
@@ -27,14 +33,39 @@ class Stop:
                 f"stop strings {self._strings!r} need a tokenizer, and this model has none; use token ids"
             )
         self._tokenizer = tokenizer
-        # Every token adds at least a byte; some more, so that the first ones decode in context.
-        self._window = max((len(s.encode()) for s in self._strings), default=0) + 4
+        self._matcher = StopMatcher(self._strings)
+
+    def begin(self) -> "StopWatch":
+        """For the sequences of a request, one each."""
+        return StopWatch(self._ids, self._matcher if self._strings else None, self._tokenizer)
+
+
+class StopWatch:
+    """Whether one sequence has ended; told after each of its tokens."""
+
+    def __init__(self, ids: set[int], matcher: StopMatcher | None, tokenizer: Any) -> None:
+        self._ids, self._matcher, self._tokenizer = ids, matcher, tokenizer
+        self._num_seen = self._first = self._num_before = 0
+        """Tokens whose text ``_state`` has seen; where decoding begins, and how much text comes before the new one."""
+        self._state = matcher.start if matcher is not None else None
 
     def ends(self, tokens: list[int]) -> bool:
         """Whether the last of ``tokens`` completes a stop."""
         if tokens[-1] in self._ids:
             return True
-        if not self._strings:
+        if self._matcher is None or self._state is None:
             return False
-        text = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
-        return any(string in text for string in self._strings)
+        text, state = self._decode(tokens[self._first :]), self._state
+        for char in text[self._num_before :]:
+            state = self._matcher.step(state, char)
+            if state.found is not None:
+                return True
+        num_new = len(tokens) - self._num_seen
+        if num_new >= _TOGETHER and (not text.endswith("\ufffd") or num_new >= 2 * _TOGETHER):
+            self._num_seen, self._state = len(tokens), state
+            self._first = max(0, self._num_seen - _CONTEXT)
+            self._num_before = len(self._decode(tokens[self._first :]))
+        return False
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))

@@ -23,6 +23,8 @@ MAX_SAMPLES = 4096
 MAX_TOPK = 1024
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 4096
+MAX_ALL_STOP_CHARACTERS = 65_536
+"""Of all stop strings of a request together."""
 
 Array = NDArray[Any]
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
@@ -281,6 +283,8 @@ def _check_stop(stop: str | list[str | int] | None, vocab_size: int) -> None:
         raise InvalidInput("stop mixes strings and token ids; a list of one kind is accepted")
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidInput(f"stop holds {len(strings)} strings; at most {MAX_STOP_STRINGS} are accepted")
+    if (total := sum(map(len, strings))) > MAX_ALL_STOP_CHARACTERS:
+        raise InvalidInput(f"stop holds {total} characters; at most {MAX_ALL_STOP_CHARACTERS} are accepted")
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             raise InvalidInput(

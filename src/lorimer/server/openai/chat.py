@@ -25,6 +25,7 @@ from lorimer.server.openai.templates import RESERVED, ChatTemplate
 from lorimer.server.openai.tools import Call
 from lorimer.server.openai.usage import Usage
 from lorimer.server.settings import Settings
+from lorimer.types.stops import StopMatcher
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class ChatJob:
     def choices(self) -> "list[ChatChoice]":
         marked = (self.source.text.added_token(marker) for marker in self.form.markers)
         shown = [token for token in marked if token is not None]
+        stops = StopMatcher(self.body.stops)
         return [
-            ChatChoice(Choice.begin(i, self.source, self.wanted.tokens, self.body.stops, shown), self.form)
+            ChatChoice(Choice.begin(i, self.source, self.wanted.tokens, stops, shown), self.form)
             for i in range(self.body.n)
         ]
 

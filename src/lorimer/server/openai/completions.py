@@ -18,6 +18,7 @@ from lorimer.server.openai.generating import Choice, Source, TokenScore, Wanted,
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import CompletionRequest
 from lorimer.server.openai.usage import Usage
+from lorimer.types.stops import StopMatcher
 
 MOST_PROMPTS = 256
 
@@ -42,8 +43,9 @@ class CompletionJob:
 
     def choices(self) -> list[Choice]:
         """In the order of the prompts, ``n`` for each."""
+        stops = StopMatcher(self.body.stops)
         return [
-            Choice.begin(number * self.body.n + i, self.source, wanted.tokens, self.body.stops)
+            Choice.begin(number * self.body.n + i, self.source, wanted.tokens, stops)
             for number, wanted in enumerate(self.wanted)
             for i in range(self.body.n)
         ]

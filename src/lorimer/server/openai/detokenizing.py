@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from lorimer.types.stops import StopMatcher
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 4
 """Tokens beside which the next one is decoded."""
@@ -71,8 +73,8 @@ class Detokenizer:
 class StopText:
     """Passes text on up to the stop string that is complete first; what may begin one is held until that is known."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = list(stops)
+    def __init__(self, matcher: StopMatcher) -> None:
+        self._matcher, self._state = matcher, matcher.start
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text."""
@@ -84,25 +86,21 @@ class StopText:
     def add(self, text: str) -> str:
         if self.is_stopped:
             return ""
-        self._held += text
-        found = [(place + len(stop), place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            _, size, self.found = min(found)
-        else:
-            size = len(self._held) - num_begun(self._held, self._stops)
-        passed, self._held = self._held[:size], "" if found else self._held[size:]
+        end, self._held = len(self._held), self._held + text
+        for char in text:
+            end += 1
+            self._state = self._matcher.step(self._state, char)
+            self.found = self._state.found
+            if self.found is not None:
+                passed, self._held = self._held[: end - len(self.found)], ""
+                return passed
+        size = len(self._held) - self._state.depth
+        passed, self._held = self._held[:size], self._held[size:]
         return passed
 
     def finish(self) -> str:
         passed, self._held = self._held, ""
         return passed
-
-
-def num_begun(text: str, markers: Iterable[str]) -> int:
-    """How many characters at the end of ``text`` may begin one of ``markers``."""
-    return max(
-        (size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])), default=0
-    )
 
 
 def _decoder_state(tokenizer: Tokenizer) -> str:

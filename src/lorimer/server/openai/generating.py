@@ -22,6 +22,7 @@ from lorimer.server.openai.text import TextModel, text_model
 from lorimer.server.routes.limits import check_sample
 from lorimer.server.routes.ownership import find_weights, quote_id
 from lorimer.types.paths import SCHEME
+from lorimer.types.stops import StopMatcher
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have: a token that a grammar excludes."""
@@ -123,7 +124,7 @@ class Choice:
 
     @classmethod
     def begin(
-        cls, index: int, source: Source, prompt: Sequence[int], stops: Sequence[str], shown: Iterable[int] = ()
+        cls, index: int, source: Source, prompt: Sequence[int], stops: StopMatcher, shown: Iterable[int] = ()
     ) -> "Choice":
         silent = source.text.eos_token_ids
         return cls(index, source, Detokenizer(source.text.tokens, prompt, shown, silent), StopText(stops))

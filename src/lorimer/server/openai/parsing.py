@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lorimer.server.openai.detokenizing import num_begun
 from lorimer.server.openai.tools import Call, Tools, ToolSyntax
 
 THINK, END_THINK = "<think>", "</think>"
@@ -105,7 +104,7 @@ class AnswerParser:
             self._take(text, parts)
             self._state, self._is_space_dropped = then, True
             return True
-        size = len(self._held) - num_begun(self._held, [marker])
+        size = len(self._held) - _num_begun(self._held, marker)
         self._take(self._held[:size], parts)
         self._held = self._held[size:]
         return False
@@ -129,6 +128,11 @@ class AnswerParser:
         room = len(calls) if self._form.most_calls is None else self._form.most_calls - self.num_calls
         parts += [Part("call", call=call) for call in calls[: max(0, room)]]
         self.num_calls += len(calls[: max(0, room)])
+
+
+def _num_begun(text: str, marker: str) -> int:
+    """How many characters at the end of ``text`` may begin ``marker``."""
+    return max((size for size in range(1, len(marker)) if text.endswith(marker[:size])), default=0)
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
