@@ -160,6 +160,7 @@ async def test_published_checkpoint_is_open_to_others_until_unpublished(rest, le
         with pytest.raises(tinker.NotFoundError):
             stranger.create_training_client_from_state(path)
         rest.publish_checkpoint_from_tinker_path(path).result()
+        await rest.unpublish_checkpoint_from_tinker_path_async(path)
         await rest.publish_checkpoint_from_tinker_path_async(path)
         theirs = stranger.create_training_client_from_state(path)
         np.testing.assert_allclose(current_logprobs(theirs, DATA), current_logprobs(learned, DATA), atol=1e-6)
@@ -170,7 +171,6 @@ async def test_published_checkpoint_is_open_to_others_until_unpublished(rest, le
         with pytest.raises(tinker.NotFoundError):
             bob.rest().delete_checkpoint_from_tinker_path(path).result()
         rest.unpublish_checkpoint_from_tinker_path(path).result()
-        await rest.unpublish_checkpoint_from_tinker_path_async(path)
         with pytest.raises(tinker.NotFoundError):
             stranger.create_training_client_from_state(path)
 

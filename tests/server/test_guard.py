@@ -12,7 +12,11 @@ from lorimer.types.compression import decompress
 HEALTH = "/api/v1/healthz"
 
 
-FOREIGN = "evil.test|evil.test:8000|127.0.0.1.evil.test|localhost@evil.test||a b|[::1|192.168.1.2".split("|")
+FOREIGN = [
+    *("evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost@evil.test", "", "a b", "[::1", "192.168.1.2"),
+    *("[::1].evil.test", "[::1]evil.test:8000", "evil.test[::1]", "[evil.test]", "localhost:80:80", "localhost:http"),
+    *("localhost/evil", "localhost?evil", "localhost#evil", "[::1]:8000.evil.test", ".", ":8000"),
+]
 OWN = ["127.0.0.1:1", "localhost", "LOCALHOST:80", "[::1]:8000", "localhost.", "mine.test"]
 
 
@@ -23,6 +27,28 @@ async def test_foreign_hosts_are_refused_before_anything_else_and_own_ones_serve
             assert (answer.status_code, answer.json()["code"]) == (421, "bad_host"), host
         for host in OWN:
             assert (await running.http.get(HEALTH, headers={"host": host})).status_code == 200, host
+
+
+async def test_a_target_that_is_no_path_is_refused(start):
+    async with start() as running:
+
+        async def ask(path):
+            sent = []
+
+            async def send(message):
+                sent.append(message)
+
+            async def receive():
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "client": None}
+            await running.app(scope | {"headers": [(b"host", b"localhost")]}, receive, send)
+            return sent[0]["status"], sent[1]["body"]
+
+        for path in ("http://evil.test/api/v1/healthz", "evil.test:80", "*", ""):
+            status, body = await ask(path)
+            assert status == 400 and b"bad_target" in body, path
+        assert (await ask(HEALTH))[0] == 200
 
 
 async def test_two_hosts_are_refused(start):

@@ -161,6 +161,16 @@ def test_what_are_no_tokens_is_explained_in_a_sentence(tokens, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("wrong", [True, "1", 1.0, np.True_, None])
+def test_token_ids_are_integers_and_nothing_like_one(wrong):
+    with pytest.raises(ValueError, match=r"tokens\[1\] is"):
+        ModelInput.from_ints([5, wrong])
+
+
+def test_integers_of_numpy_among_others_are_token_ids():
+    assert ModelInput.from_ints([5, np.int64(6), np.uint8(7)]).to_ints() == [5, 6, 7]
+
+
 def test_inputs_do_not_change():
     with pytest.raises(ValidationError):
         ModelInput.empty().chunks = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lorimer.engine.config import EngineConfig
-from lorimer.errors import Busy, Gone, InvalidInput
+from lorimer.errors import Busy, Gone, NotFound
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.notes import Notes
@@ -81,5 +81,5 @@ class Intake:
 
     def _model(self, name: str) -> ModelScheduler:
         if name not in self.models:
-            raise InvalidInput(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
+            raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
         return self.models[name]

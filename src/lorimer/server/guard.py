@@ -103,6 +103,9 @@ class Guard:
             shown = hosts[0][:200] if hosts else ""
             detail = f"this server does not answer to host {shown!r}; add it to allowed_hosts if it should"
             return error_response(scope, 421, "bad_host", detail)
+        if not scope["path"].startswith("/"):
+            detail = f"the target of the request is {scope['path'][:200]!r}; a path that begins with '/' is accepted"
+            return error_response(scope, 400, "bad_target", detail)
         if scope["method"] not in SAFE_METHODS:
             origin = headers.get("origin")
             if origin is not None and not is_same_origin(origin, hosts[0]):

@@ -5,6 +5,7 @@ name as ``Host``. It can also post to us directly; those carry its ``Origin``.
 """
 
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -12,6 +13,8 @@ from lorimer.server.settings import Settings
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 EVERY_ADDRESS = {"0.0.0.0", "::"}
+_NAME = re.compile(r"([a-z0-9._-]+)(?::[0-9]{0,5})?", re.IGNORECASE | re.ASCII)
+_BRACKETED = re.compile(r"\[([^\[\]]+)\](?::[0-9]{0,5})?")
 
 
 class HostRule:
@@ -37,15 +40,15 @@ class HostRule:
 
 
 def host_name(host: str) -> str | None:
-    """The name in ``name:port`` or ``[address]:port``, in lower case; none if it is neither."""
-    try:
-        parts = urlsplit(f"//{host}")
-        name, _ = parts.hostname, parts.port
-    except ValueError:
-        return None
-    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
-        return None
-    return name.rstrip(".")
+    """Return the name in ``name:port`` or ``[address]:port`` in lower case, or none if ``host`` is neither.
+
+    The whole text must match: ``urlsplit`` reads ``[::1].evil.test`` as ``::1``.
+    """
+    if found := _NAME.fullmatch(host):
+        return found[1].lower().rstrip(".") or None
+    if (found := _BRACKETED.fullmatch(host)) and is_address(found[1]):
+        return found[1].lower()
+    return None
 
 
 def is_address(name: str) -> bool:

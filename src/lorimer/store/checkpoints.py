@@ -124,7 +124,8 @@ def delete(c: Connection, key: str) -> bool:
 
 
 def set_public(c: Connection, key: str, public: bool) -> bool:
-    return _change(c, key, public=public)
+    """Publish or unpublish; False if that would change nothing."""
+    return _change(c, key, checkpoints.c.public != public, public=public)
 
 
 def set_ttl(c: Connection, key: str, expires_at: datetime | None) -> bool:
@@ -169,6 +170,6 @@ def _record(row: Row[Any]) -> Checkpoint:
     return Checkpoint(*[*own, Weights(*of_weights)])
 
 
-def _change(c: Connection, key: str, **values: Any) -> bool:
-    chosen = update(checkpoints).where(checkpoints.c.checkpoint_key == key, _alive())
+def _change(c: Connection, key: str, *conditions: ColumnElement[bool], **values: Any) -> bool:
+    chosen = update(checkpoints).where(checkpoints.c.checkpoint_key == key, _alive(), *conditions)
     return c.execute(chosen.values(**values)).rowcount == 1

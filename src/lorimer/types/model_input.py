@@ -79,7 +79,8 @@ Base64Bytes = Annotated[
 ]
 """Bytes in memory, base64 in JSON."""
 ImageFormat = Literal["png", "jpeg"]
-_TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_TokenId = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
+"""Strict: JSON's ``true``, ``"1"`` and ``1.0`` are no token ids."""
 
 
 class EncodedTextChunk(Request):
@@ -92,7 +93,14 @@ class EncodedTextChunk(Request):
         array = value.array if isinstance(value, Tokens) else value
         if is_torch_tensor(array):
             array = array.numpy(force=True)  # type: ignore[attr-defined]
-        return Tokens(_as_token_ids(array)) if isinstance(array, np.ndarray) else validate(value)
+        if isinstance(array, np.ndarray):
+            return Tokens(_as_token_ids(array))
+        try:
+            return validate(value)
+        except ValidationError:
+            if not isinstance(value, list | tuple) or not any(isinstance(token, np.integer) for token in value):
+                raise
+        return validate([int(token) if isinstance(token, np.integer) else token for token in value])
 
     @field_serializer("tokens")
     def _as_list(self, value: Sequence[int]) -> list[int]:

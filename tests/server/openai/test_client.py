@@ -310,7 +310,13 @@ REFUSED = {
         {"extra_body": {"chat_template_kwargs": {"messages": []}}},
         400,
         "chat_template_kwargs",
-        "made",
+        "'messages', which callers cannot set",
+    ),
+    "template self": (
+        {"extra_body": {"chat_template_kwargs": {"self": 1}}},
+        400,
+        "chat_template_kwargs",
+        "'self', which callers cannot set",
     ),
     "arguments": (
         {
@@ -334,6 +340,27 @@ def test_refusals_name_the_parameter(client, extra, status, param, text, stream)
     assert text in error.body["message"]
     assert error.body.keys() == {"message", "type", "param", "code"}
     assert error.type == "invalid_request_error"
+
+
+PYTHON_NAMES = (
+    "values",
+    "tools",
+    "context",
+    "environment",
+    "template",
+    "tokenize",
+    "add_generation_prompt",
+    "__class__",
+)
+
+
+@pytest.mark.parametrize("name", [*PYTHON_NAMES, "range", "namespace", "loop", "raise_exception", "cls", "kwargs"])
+def test_no_name_of_a_template_value_is_an_error_of_the_server(client, name):
+    fields = {**GREEDY, "max_tokens": 1, "extra_body": {"chat_template_kwargs": {name: 1}}}
+    try:
+        assert client.chat.completions.create(**fields).choices
+    except openai.APIStatusError as error:
+        assert (error.status_code, error.param) == (400, "chat_template_kwargs"), name
 
 
 def test_a_wrong_key_is_refused_in_their_shape(server):

@@ -94,8 +94,7 @@ async def test_published_checkpoint_shows_its_run_to_others(ada, bob):
     await ada.save(run_id, 2, "private")
     accessible = {"params": {"access_scope": "accessible"}}
     assert (await bob.get(f"training_runs/{run_id}", **accessible)).status_code == 404
-    for _ in range(2):
-        assert (await ada.post(f"{place(path)}/publish", content=b"")).status_code == 204
+    assert (await ada.post(f"{place(path)}/publish", content=b"")).status_code == 204
     assert (await bob.get(f"training_runs/{run_id}")).status_code == 404
     run = await bob.fetch(f"training_runs/{run_id}", **accessible)
     assert run["last_checkpoint"]["checkpoint_id"] == "weights/public"
@@ -105,9 +104,30 @@ async def test_published_checkpoint_shows_its_run_to_others(ada, bob):
     assert run_id in [found["training_run_id"] for found in runs["training_runs"]]
     for method, rest in (("DELETE", ""), ("POST", "/publish"), ("DELETE", "/publish")):
         assert (await bob.send(method, place(path) + rest)).status_code == 404
-    for _ in range(2):
-        assert (await ada.send("DELETE", f"{place(path)}/publish")).status_code == 204
+    assert (await ada.send("DELETE", f"{place(path)}/publish")).status_code == 204
     assert (await bob.get(f"training_runs/{run_id}", **accessible)).status_code == 404
+
+
+async def test_publishing_what_is_public_and_unpublishing_what_is_private_is_a_conflict(ada, bob):
+    run_id, path = await saved(ada, "switched")
+    address = f"{place(path)}/publish"
+
+    async def is_public():
+        return (await ada.fetch(f"training_runs/{run_id}/checkpoints"))["checkpoints"][0]["public"]
+
+    for method, code, public in (("DELETE", "already_private", False), ("POST", "already_public", True)):
+        if public:
+            assert (await ada.send(method, address, headers={"x-idempotency-key": "once"})).status_code == 204
+        refused = await ada.send(method, address)
+        assert (refused.status_code, refused.json()["code"]) == (409, code)
+        assert path in refused.json()["detail"]
+        assert refused.headers["x-should-retry"] == "false", "the SDK sends it again otherwise"
+        assert await is_public() == public
+    again = await ada.send("POST", address, headers={"x-idempotency-key": "once"})
+    assert again.status_code == 204, "the answer to the request that did it may have been lost"
+    assert (await bob.send("POST", address)).status_code == 404, "which tells others nothing"
+    events = (await ada.fetch("audit", params={"event_type": "checkpoints"}))["entries"]
+    assert [entry["event"] for entry in events if entry["tinker_path"] == path].count("checkpoint_published") == 1
 
 
 async def test_end_of_a_checkpoint_is_set_and_removed(ada):

@@ -70,13 +70,20 @@ async def test_unknown_and_expired_futures_are_gone(server, ada):
     assert response.status_code == 410
 
 
-async def test_anothers_future_is_not_found_and_not_consumed(ada, bob):
+async def test_anothers_future_looks_like_an_unknown_one_and_is_not_consumed(ada, bob):
     run_id = await ada.run()
     promise = await ada.submit(types.TrainingRequest(run_id, 1, [datum()], "cross_entropy"))
-    assert (await bob.post("retrieve_future", {"request_id": promise["request_id"]})).status_code == 404
-    assert (await bob.post("cancel_future", {"request_id": promise["request_id"]})).status_code == 404
+
+    async def asked(route, request_id):
+        answer = await bob.post(route, {"request_id": request_id})
+        shown = answer.json() | {"request_id": ""}
+        return answer.status_code, str(shown).replace(request_id, "ID")
+
+    for route in ("retrieve_future", "cancel_future"):
+        assert await asked(route, promise["request_id"]) == await asked(route, "0" * 32)
+        assert (await asked(route, promise["request_id"]))[0] == 410
     assert (await ada.result(promise))["metrics"]["loss:sum"] > 0
-    assert (await bob.post("retrieve_future", {"request_id": promise["request_id"]})).status_code == 404
+    assert await asked("retrieve_future", promise["request_id"]) == await asked("retrieve_future", "0" * 32)
 
 
 async def completions(client, sampler_id, cursor=0, clone=0, **fields):

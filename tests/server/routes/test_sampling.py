@@ -102,6 +102,9 @@ REFUSED = {
         400,
         ["image_asset_pointer"],
     ),
+    "true as a token": ({"prompt": {"chunks": [{"tokens": [5, True]}]}}, 422, ["tokens[1]", "True"]),
+    "text as a token": ({"prompt": {"chunks": [{"tokens": ["1"]}]}}, 422, ["tokens[0]", "'1'"]),
+    "fraction as a token": ({"prompt": {"chunks": [{"tokens": [1.0]}]}}, 422, ["tokens[0]", "1.0"]),
     "num_samples": ({"num_samples": 5000}, 413, ["5000", "1024"]),
     "no samples": ({"num_samples": 0}, 400, ["num_samples"]),
     "max_tokens": ({"sampling_params": {"max_tokens": 2**31}}, 413, ["max_tokens", "131072"]),
@@ -155,7 +158,7 @@ async def test_sample_that_the_model_refuses_fails(ada, fields, word):
     ("fields", "status", "word"),
     [
         ({}, 400, "base_model"),
-        ({"base_model": "no/such"}, 400, MODEL),
+        ({"base_model": "no/such"}, 404, MODEL),
         ({"model_path": "tinker://x:train:0/weights/a"}, 404, "x:train:0"),
         ({"model_path": "tinker://x/../weights/a"}, 400, "tinker://"),
         ({"model_path": "/etc/passwd"}, 400, "tinker://"),

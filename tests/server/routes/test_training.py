@@ -71,7 +71,7 @@ async def test_run_of_an_old_release_has_the_defaults(ada):
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
-        ({"base_model": "no/such"}, 400, [MODEL]),
+        ({"base_model": "no/such"}, 404, [MODEL]),
         ({"lora_config": {"rank": 0}}, 400, ["rank", "0"]),
         ({"lora_config": {"rank": 4, "seed": -1}}, 400, ["seed"]),
         ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False, "train_unembed": False}}, 400, ["train"]),

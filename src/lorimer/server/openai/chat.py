@@ -65,7 +65,7 @@ def _prepare(body: ChatRequest, source: Source, settings: Settings) -> ChatJob:
     syntax = tool_syntax(source.text, template) if tools else None
     grammar = answer_grammar(body, tools, syntax, source.text)
     sent = [tool.model_dump(exclude_unset=True) for tool in tools.values()] or None
-    prompt = template.render(template_messages(body.messages, template), sent, **template_values(body))
+    prompt = template.render(template_messages(body.messages, template), sent, template_values(body))
     tokens = source.text.encode(prompt, add_special_tokens=False)
     max_tokens = body.max_completion_tokens or body.max_tokens
     check_room(source.text, len(tokens), max_tokens)
@@ -136,7 +136,9 @@ def template_values(body: ChatRequest) -> dict[str, Any]:
     """What the caller tells the template besides the messages."""
     reserved = sorted(RESERVED & body.chat_template_kwargs.keys())
     if reserved:
-        raise BadParameter("chat_template_kwargs", f"chat_template_kwargs has {reserved[0]!r}, which is made here")
+        raise BadParameter(
+            "chat_template_kwargs", f"chat_template_kwargs has {reserved[0]!r}, which callers cannot set"
+        )
     values: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         values = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}

@@ -18,8 +18,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lorimer.errors import InvalidInput
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_NAMES}
-"""What a template is given by us; callers add other names."""
+RESERVED = {
+    *("messages", "tools", "documents", "add_generation_prompt", *SPECIAL_NAMES),
+    *("raise_exception", "strftime_now", "self", "conversation", "chat_template", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
+"""Names that callers may not set: what we give to a template, and parameters of ``apply_chat_template``, which would
+have no effect here."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _SHOWN_CHARS = 300
 _MARK = "zqmarkqz"
@@ -68,13 +73,26 @@ class ChatTemplate:
         return name in self._variables
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **values: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that asks the model for the next message."""
-        given = self._tokens | values | {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        given = (
+            self._tokens | dict(values or {}) | {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        )
         try:
             return self._template.render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             reason = str(error)[:_SHOWN_CHARS] or type(error).__name__
             raise InvalidInput(f"the model's chat template refuses these messages: {reason}") from error
 

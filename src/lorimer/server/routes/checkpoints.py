@@ -11,6 +11,7 @@ from lorimer import types
 from lorimer.errors import InvalidInput
 from lorimer.server.bodies import decode
 from lorimer.server.context import context_of, sdk_of, user_of
+from lorimer.server.errors import Refusal
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.limits import check_text, check_ttl
 from lorimer.server.routes.ownership import (
@@ -198,13 +199,36 @@ async def delete_checkpoint(request: Request) -> Response:
 
 
 async def publish_checkpoint(request: Request) -> Response:
-    """Let every user load, sample and download a checkpoint; again changes nothing."""
-    return await apply(request, "checkpoint_published", checkpoints.set_public, True)
+    """Let every user load, sample and download a checkpoint; 409 if it is public."""
+    return await set_public(request, True)
 
 
 async def unpublish_checkpoint(request: Request) -> Response:
-    """Keep a checkpoint to its owner again."""
-    return await apply(request, "checkpoint_unpublished", checkpoints.set_public, False)
+    """Keep a checkpoint to its owner again; 409 if it is private."""
+    return await set_public(request, False)
+
+
+async def set_public(request: Request, public: bool) -> Response:
+    checkpoint = await named_checkpoint(request)
+    key = request.headers.get("x-idempotency-key", "")
+    check_text(context_of(request).settings, x_idempotency_key=key)
+    await context_of(request).store.write(change_visibility, checkpoint, public, key)
+    return done()
+
+
+def change_visibility(c: Connection, checkpoint: Checkpoint, public: bool, key: str) -> None:
+    """Publish or unpublish, once: a retry with the key of the request that did it succeeds too."""
+    event = "checkpoint_published" if public else "checkpoint_unpublished"
+    path = path_of(checkpoint)
+    if key and idempotency.recall(c, checkpoint.user_id, f"{event} {key}") == path:
+        return
+    if not change(c, checkpoint, event, None, checkpoints.set_public, public):
+        if checkpoints.find(c, checkpoint.model_id, checkpoint.kind, checkpoint.name) is None:
+            raise missing_checkpoint(path)
+        detail = f"checkpoint {path!r} is {'public' if public else 'private'} already; nothing was changed"
+        raise Refusal(409, "already_public" if public else "already_private", detail, {"x-should-retry": "false"})
+    if key:
+        idempotency.remember(c, checkpoint.user_id, f"{event} {key}", path)
 
 
 async def set_ttl(request: Request) -> Response:

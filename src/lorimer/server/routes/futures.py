@@ -1,7 +1,7 @@
 """Waiting for results: one future, all futures of a sampling client, and giving one up.
 
 Polls are held until there is something to say or `poll_seconds` are over. They are answered with 200, 408 (not yet) or
-410 (nothing is known of it, submit again); 404 is for another user's.
+410 (nothing is known of it, submit again), which is also the answer for another user's.
 """
 
 import orjson
@@ -9,14 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer import types
-from lorimer.errors import Gone
 from lorimer.scheduler.completions import Completion
 from lorimer.scheduler.operation import Outcome
 from lorimer.server.bodies import decode, off_loop
 from lorimer.server.context import context_of
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
 from lorimer.server.polling import hold
-from lorimer.server.routes.ownership import find_future, find_sampler, is_id, quote_id
+from lorimer.server.routes.ownership import check_future, find_sampler, is_id, lost_future
 from lorimer.server.routes.replies import done, reply
 from lorimer.store import futures
 from lorimer.types import tinker_pb2
@@ -37,8 +36,7 @@ async def retrieve_future(request: Request) -> Response:
     """The result of an operation or a sample, as soon as there is one."""
     context = context_of(request)
     body = await decode(request, types.FutureRetrieveRequest)
-    if not await find_future(request, body.request_id):
-        raise lost(body.request_id)
+    await check_future(request, body.request_id)
     outcome = context.scheduler.recent(body.request_id)
     if outcome is None:
         outcome = await hold(request, context.scheduler.wait(body.request_id, context.settings.poll_seconds))
@@ -48,14 +46,10 @@ async def retrieve_future(request: Request) -> Response:
         case "failed":
             return reply({"error": outcome.error, "category": outcome.category})
         case "gone":
-            raise lost(body.request_id)
+            raise lost_future(body.request_id)
     if body.allow_metadata_only and len(outcome.result) > METADATA_BYTES:
         return reply(CompleteMetadataResponse(response_payload_size=len(outcome.result)))
     return await result(request, body.request_id, outcome)
-
-
-def lost(request_id: str) -> Gone:
-    return Gone(f"nothing is known of the future {quote_id(request_id)}, or its result has expired; submit again")
 
 
 def try_again(request_id: str, outcome: Outcome) -> Response:
@@ -73,7 +67,7 @@ async def result(request: Request, request_id: str, outcome: Outcome) -> Respons
         return Response(outcome.result, media_type=PROTOBUF)
     row = await context_of(request).store.read(futures.get, request_id)
     if row is None:
-        raise lost(request_id)
+        raise lost_future(request_id)
     content = await off_loop(len(outcome.result), lambda: as_json(row.kind, outcome.result))
     return Response(content, media_type=JSON)
 
@@ -112,8 +106,7 @@ def completion(item: Completion) -> types.FutureFinished | types.FutureFailed:
 async def cancel_future(request: Request) -> Response:
     """Give a sample up; one that is finished stays."""
     body = await decode(request, CancelFutureRequest)
-    if not await find_future(request, body.request_id):
-        raise lost(body.request_id)
+    await check_future(request, body.request_id)
     await context_of(request).scheduler.cancel(body.request_id)
     return done()
 

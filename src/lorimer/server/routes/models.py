@@ -1,6 +1,6 @@
 """Base models by the names clients call them."""
 
-from lorimer.errors import InvalidInput
+from lorimer.errors import NotFound
 from lorimer.server.context import Context
 from lorimer.server.routes.ownership import quote_id
 
@@ -9,7 +9,7 @@ def check_served(context: Context, base_model: str) -> None:
     names = [model.name for model in context.scheduler.served_models()]
     if base_model not in names:
         accepted = ", ".join(map(repr, names))
-        raise InvalidInput(f"base model {quote_id(base_model)} is not served here; accepted are {accepted}")
+        raise NotFound(f"base model {quote_id(base_model)} is not served here; accepted are {accepted}")
 
 
 def tokenizer_id(context: Context, base_model: str, directory: str) -> str | None:

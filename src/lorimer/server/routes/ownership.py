@@ -11,7 +11,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from starlette.requests import Request
 
-from lorimer.errors import InvalidInput, NotFound
+from lorimer.errors import Gone, InvalidInput, NotFound
 from lorimer.server.context import context_of, user_of
 from lorimer.store import checkpoints, runs, samplers, sessions
 from lorimer.store.checkpoints import Checkpoint
@@ -80,12 +80,15 @@ async def find_sampler(request: Request, sampling_session_id: str) -> SamplingSe
     return sampler
 
 
-async def find_future(request: Request, request_id: str) -> bool:
-    """Whether there is a future of this id; `NotFound` if it is another user's."""
+async def check_future(request: Request, request_id: str) -> None:
+    """Check that the caller has a future of this id; `Gone` otherwise, so that clients submit again."""
     owner = await context_of(request).scheduler.owner_of(request_id) if is_id(request_id) else None
-    if owner is not None and owner != user_of(request).user_id:
-        raise NotFound(f"there is no future {quote_id(request_id)}")
-    return owner is not None
+    if owner != user_of(request).user_id:
+        raise lost_future(request_id)
+
+
+def lost_future(request_id: str) -> Gone:
+    return Gone(f"nothing is known of the future {quote_id(request_id)}, or its result has expired; submit again")
 
 
 def missing_checkpoint(path: str) -> NotFound:
