@@ -12,7 +12,7 @@ from lorimer import types
 from lorimer.errors import Busy, InvalidInput
 from lorimer.scheduler.stats import QueuedRequests
 from lorimer.store import futures, samplers
-from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
+from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response, encode_training_request
 from tests.scheduler.service import Service, training_request
 from tests.scheduler.service import service as open_service
 
@@ -142,6 +142,21 @@ async def test_too_many_operations_are_put_off(service):
         await service.train(user, run, seq_id)
     with pytest.raises(Busy, match="40 unfinished operations"):
         await service.train(user, run, 42)
+
+
+async def test_waiting_operations_of_one_user_leave_room_for_another(tmp_path):
+    async with open_service(tmp_path / "data", max_open_bytes=40_000) as service:
+        flood, flood_session = await service.session("flood")
+        light, light_session = await service.session("light")
+        busy, calm = await service.create(flood, flood_session), await service.create(light, light_session)
+        size = len(encode_training_request(training_request(busy, 2, tokens=400)))
+        num_accepted = 0
+        with pytest.raises(Busy, match=r"bytes of them yours; 40000 bytes are shared by its users \(max_open_bytes\)"):
+            for seq_id in range(2, 42):  # number 1 is missing, so that they wait
+                await service.train(flood, busy, seq_id, tokens=400)
+                num_accepted += 1
+        assert num_accepted == 20_000 // size
+        await service.done(await service.train(light, calm, 1, tokens=400))
 
 
 async def test_samples_repeat_by_seed_and_by_number(service):

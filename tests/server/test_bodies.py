@@ -10,6 +10,7 @@ import zstandard
 
 from lorimer.server.bodies import field_path, parse_json
 from lorimer.server.errors import Refusal
+from lorimer.server.settings import Settings
 
 EVENT = {
     "events": [],
@@ -72,13 +73,13 @@ async def test_body_of_unknown_length_is_stopped_at_the_limit(start):
 
 
 async def test_bodies_together_have_a_limit_too(start):
-    async with start(max_incoming_bytes=4096) as running:
+    async with start(max_incoming_bytes=8192, max_body_bytes=4096) as running:
         inner = []
 
         async def first():
             yield b"a" * 3000
-            assert running.context.incoming_bytes == 3000
-            inner.append(await running.http.post("/size", content=b"b" * 2000))
+            assert running.context.incoming_bytes.held == 3000
+            inner.append(await running.http.post("/size", content=b"b" * 3000))
             inner.append(await running.http.post("/size", content=b"b" * 1000))
             yield b"a"
 
@@ -86,8 +87,56 @@ async def test_bodies_together_have_a_limit_too(start):
         assert [answer.status_code for answer in inner] == [429, 200]
         assert inner[0].json()["code"] == "too_many_bytes"
         assert inner[0].headers["retry-after"]
-        assert running.context.incoming_bytes == 0
+        assert running.context.incoming_bytes.held == 0
         assert (await running.http.post("/size", content=b"b" * 4096)).json() == 4096
+
+
+async def test_half_sent_bodies_of_one_user_leave_room_for_another(start):
+    async with start(max_incoming_bytes=8192, max_body_bytes=4096) as running:
+        keys = [{"x-api-key": (await running.new_key(user))[1]} for user in ("greedy", "other")]
+        release = asyncio.Event()
+
+        async def half_sent():
+            yield b"a" * 2000
+            await release.wait()
+            yield b"a"
+
+        sent = [asyncio.create_task(running.http.post("/size", content=half_sent(), headers=keys[0])) for _ in range(4)]
+        done, held = await asyncio.wait(sent, timeout=1)
+        assert [one.result().status_code for one in done] == [429, 429]
+        detail = next(iter(done)).result().json()["detail"]
+        assert "4000 bytes of bodies are arriving from you" in detail and "max_incoming_bytes" in detail
+        other = await running.http.post("/size", content=b"b" * 2000, headers=keys[1])
+        assert (other.status_code, other.json()) == (200, 2000)
+        release.set()
+        assert {(await one).json() for one in held} == {2001}
+        assert running.context.incoming_bytes.held == 0
+
+
+async def test_a_body_without_a_key_is_not_read(start):
+    async with start() as running:
+        await running.new_key()
+        num_read = 0
+
+        async def receive():
+            nonlocal num_read
+            num_read += 1
+            return {"type": "http.request", "body": b"a" * 1000, "more_body": True}
+
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/size", "query_string": b"", "client": ("192.0.2.1", 1)}
+        await running.app(scope | {"headers": [(b"host", b"localhost")]}, receive, send)
+        assert (sent[0]["status"], num_read) == (401, 0)
+        assert running.context.incoming_bytes.held == running.context.requests.held == 0
+
+
+def test_a_user_must_be_able_to_send_one_body():
+    with pytest.raises(ValueError, match=r"max_incoming_bytes is 4096; at least 134217728, twice max_body_bytes"):
+        Settings(max_incoming_bytes=4096)
 
 
 async def test_announced_size_is_refused_unread(start):

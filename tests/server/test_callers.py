@@ -1,5 +1,7 @@
 """Requests are counted by where they come from; nobody can choose that, and nobody takes the places of others."""
 
+import asyncio
+
 import httpx2
 import pytest
 
@@ -79,6 +81,27 @@ async def test_one_address_does_not_take_the_places_of_others(start):
         assert (await greedy.get(HEALTH)).status_code == 200
         for client in clients.values():
             await client.aclose()
+
+
+async def test_one_user_does_not_take_the_places_of_others(start):
+    async with start(max_concurrent_requests=6) as running:
+        greedy, other = [{"x-api-key": (await running.new_key(user))[1]} for user in ("greedy", "other")]
+        release = asyncio.Event()
+
+        async def held():
+            yield b"a"
+            await release.wait()
+
+        waiting = [asyncio.create_task(running.http.post("/size", content=held(), headers=greedy)) for _ in range(4)]
+        done, _ = await asyncio.wait(waiting, timeout=1)
+        (refused,) = [one.result() for one in done]
+        assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
+        assert "3 requests of yours are being held" in refused.json()["detail"]
+        assert refused.headers["retry-after"]
+        assert (await running.http.get("/zeros?count=1", headers=other)).status_code == 200
+        release.set()
+        assert [(await one).status_code for one in waiting].count(200) == 3
+        assert running.context.requests.held == 0
 
 
 def test_counts_are_forgotten_with_their_requests():

@@ -1,7 +1,36 @@
-"""Who has been served how much: the account by which users take turns."""
+"""What users share: the account of tokens by which they take turns, and limits of which each has a part."""
 
 from collections import Counter
 from collections.abc import Iterable
+
+
+class SharedLimit:
+    """A limit that users share: one may take more only while at least as much as they then hold stays free for others.
+
+    One user alone reaches half of it, two reach a third each, and so on; whoever comes next finds room.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held = 0
+        """By all users."""
+        self._held: Counter[str] = Counter()
+
+    def held_by(self, user_id: str) -> int:
+        return self._held.get(user_id, 0)
+
+    def has_room(self, user_id: str, amount: int = 1) -> bool:
+        return self.held_by(user_id) + amount <= self.total - self.held
+
+    def take(self, user_id: str, amount: int = 1) -> None:
+        self.held += amount
+        self._held[user_id] += amount
+
+    def give_back(self, user_id: str, amount: int = 1) -> None:
+        self.held -= amount
+        self._held[user_id] -= amount
+        if self._held[user_id] <= 0:
+            del self._held[user_id]
 
 
 class Shares:

@@ -26,7 +26,7 @@ from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.residents import Residents
 from lorimer.scheduler.restoring import Restorer
 from lorimer.scheduler.runs import RunState
-from lorimer.scheduler.shares import Shares
+from lorimer.scheduler.shares import SharedLimit, Shares
 from lorimer.scheduler.snapshots import Snapshots
 from lorimer.store.directory import DataDirectory
 from lorimer.store.runs import Run
@@ -84,7 +84,7 @@ class TrainingQueue:
         self._turns: list[tuple[Turn, list[Sent]]] = []
         """With the engine, in the order they were sent."""
         self._turn_began = 0.0
-        self._open_bytes = 0
+        self._open_bytes = SharedLimit(limits.max_open_bytes)
         self._will_pump = self._is_closing = False
 
     @property
@@ -124,16 +124,19 @@ class TrainingQueue:
     def check_room(self, state: RunState, num_bytes: int) -> None:
         if len(state.operations) >= self._limits.max_open_operations:
             raise Busy(f"run {state.model_id} has {len(state.operations)} unfinished operations; wait for some of them")
-        if self._open_bytes and self._open_bytes + num_bytes > self._limits.max_open_bytes:
+        waiting, user_id = self._open_bytes, state.run.user_id
+        is_first = not waiting.held_by(user_id) and waiting.held + num_bytes <= 2 * waiting.total
+        if waiting.held and not is_first and not waiting.has_room(user_id, num_bytes):
             raise Busy(
-                f"operations of {self._open_bytes} bytes are waiting for {self.slot.name}; try again in a moment"
+                f"operations of {waiting.held} bytes are waiting for {self.slot.name}, {waiting.held_by(user_id)} bytes"
+                f" of them yours; {waiting.total} bytes are shared by its users (max_open_bytes): try again in a moment"
             )
 
     def arrive(self, state: RunState, operation: Operation) -> None:
         """Take an operation that is on record."""
         state.last_used = time.monotonic()
         self.shares.enter(operation.user_id)
-        self._open_bytes += operation.size
+        self._open_bytes.take(operation.user_id, operation.size)
         is_in_time = state.arrive(operation)
         if state.phase == "corrupted":
             self._background.record(state, self._fail(state, operation, InvalidInput(state.error)))
@@ -292,7 +295,7 @@ class TrainingQueue:
         if state.operations.get(operation.seq_id) is operation:
             del state.operations[operation.seq_id]
             state.last_used = time.monotonic()
-            self._open_bytes -= operation.size
+            self._open_bytes.give_back(operation.user_id, operation.size)
             self.shares.leave(operation.user_id)
 
     # ── engines come and go ───────────────────────────────────────────────────────────────────────────

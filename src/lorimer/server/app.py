@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 
 from lorimer.errors import InvalidInput, LorimerError, StorageError
 from lorimer.scheduler.scheduler import Scheduler
+from lorimer.scheduler.shares import SharedLimit
 from lorimer.server import console, health
 from lorimer.server.auth import Authentication
 from lorimer.server.compression import Compression
@@ -106,6 +107,8 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         metrics=Metrics(scheduler.stats),
         signer=signer,
         presence=Presence(settings.max_sessions_per_user),
+        incoming_bytes=SharedLimit(settings.max_incoming_bytes),
+        requests=SharedLimit(settings.max_concurrent_requests),
     )
 
 

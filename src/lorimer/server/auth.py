@@ -46,7 +46,25 @@ class Authentication:
                 return
             state["user"], state["key"] = identity.user, identity.key
             context.metrics.know(identity.user)
-        await self._app(scope, receive, send)
+            await self._hold(context, identity.user.user_id, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _hold(self, context: Context, user_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request while it is counted; 429 if its user holds their share of them."""
+        held = context.requests
+        if not held.has_room(user_id):
+            detail = (
+                f"{held.held_by(user_id)} requests of yours are being held, {held.held} of all users; {held.total} are"
+                " shared by them (max_concurrent_requests): come back"
+            )
+            await error_response(scope, 429, "too_many_requests", detail)(scope, receive, send)
+            return
+        held.take(user_id)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            held.give_back(user_id)
 
 
 def credential_of(headers: Headers) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from lorimer.errors import TooLarge, Unsupported
-from lorimer.server.context import context_of
+from lorimer.server.context import context_of, user_of
 from lorimer.server.errors import Refusal
 from lorimer.types.compression import decompress
 
@@ -50,7 +50,7 @@ async def read_body(request: Request) -> bytes:
 
 async def _receive(request: Request) -> bytes:
     context = context_of(request)
-    limit, most_of_all = context.settings.max_body_bytes, context.settings.max_incoming_bytes
+    limit, incoming, user_id = context.settings.max_body_bytes, context.incoming_bytes, user_of(request).user_id
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise _too_large(announced, limit)
@@ -58,16 +58,19 @@ async def _receive(request: Request) -> bytes:
     received = 0
     try:
         async for chunk in request.stream():
-            received += len(chunk)
-            context.incoming_bytes += len(chunk)
-            if received > limit:
+            if received + len(chunk) > limit:
                 raise _too_large(f"more than {limit}", limit)
-            if context.incoming_bytes > most_of_all:
-                detail = f"more than {most_of_all} bytes of bodies are arriving (max_incoming_bytes); send this again"
+            if not incoming.has_room(user_id, len(chunk)):
+                detail = (
+                    f"{incoming.held_by(user_id)} bytes of bodies are arriving from you, {incoming.held} from everybody;"
+                    f" users share {incoming.total} (max_incoming_bytes): send this again"
+                )
                 raise Refusal(429, "too_many_bytes", detail, {"connection": "close"})
+            received += len(chunk)
+            incoming.take(user_id, len(chunk))
             chunks.append(chunk)
     finally:
-        context.incoming_bytes -= received
+        incoming.give_back(user_id, received)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from lorimer.scheduler.scheduler import Scheduler
+from lorimer.scheduler.shares import SharedLimit
 from lorimer.server.credentials import Credentials
 from lorimer.server.metrics import Metrics
 from lorimer.server.presence import Presence
@@ -37,13 +38,15 @@ class Context:
     metrics: Metrics
     signer: Signer
     presence: Presence
+    incoming_bytes: SharedLimit
+    """Of bodies that have begun to arrive, and not ended."""
+    requests: SharedLimit
+    """Those of users that are held, polls among them."""
     url: str = ""
     """Where the server listens; empty while it does not."""
     started_at: float = field(default_factory=time.monotonic)
     is_draining: bool = False
     """Nothing new is accepted: the server is about to end."""
-    incoming_bytes: int = 0
-    """Of bodies that have begun to arrive, and not ended."""
     held: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """What waiting requests wait for; see ``polling.py``."""
     _heartbeats: dict[str, datetime] = field(default_factory=dict)

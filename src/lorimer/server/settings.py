@@ -133,7 +133,7 @@ class Settings:
         LIMITS.max_open_operations
     )
     max_open_bytes: Annotated[
-        int, Meaning("Most bytes of unfinished operations of one base model; they are held in memory.", MIB)
+        int, Meaning("Most bytes of unfinished operations of one base model, held in memory; users share them.", MIB)
     ] = LIMITS.max_open_bytes
     max_queued_samples: Annotated[
         int, Meaning("Most unfinished sample requests of one base model; more are answered 429.", 1)
@@ -154,12 +154,15 @@ class Settings:
     max_loaded_samplers: Annotated[int, Meaning("Most samplers in the memory of one engine.", 1)] = (
         LIMITS.max_loaded_samplers
     )
-    max_concurrent_requests: Annotated[int, Meaning("Most requests held at once; more are answered 429.", 1)] = 20_000
+    max_concurrent_requests: Annotated[
+        int, Meaning("Most requests held at once; users share them, and more are answered 429.", 1)
+    ] = 20_000
     max_requests_per_address: Annotated[
         int, Meaning("Most requests of one client address held at once; more are answered 429.", 1)
     ] = 10_000
     max_incoming_bytes: Annotated[
-        int, Meaning("Most bytes of request bodies that are arriving at once; more are answered 429.", KIB)
+        int,
+        Meaning("Most bytes of request bodies that are arriving; users share them, and more are answered 429.", KIB),
     ] = 1024 * MIB
     turn_tokens: Annotated[
         int, Meaning("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
@@ -222,6 +225,11 @@ class Settings:
             value = getattr(self, name)
             if meaning.least is not None and not meaning.least <= value < float("inf"):  # nan is refused too
                 raise ValueError(f"{name} is {value!r}; at least {meaning.least:g} is accepted")
+        if self.max_incoming_bytes < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_incoming_bytes is {self.max_incoming_bytes!r}; at least {2 * self.max_body_bytes}, twice"
+                " max_body_bytes, is accepted: one user gets half of it"
+            )
         if self.port > 65535:
             raise ValueError(f"port is {self.port!r}; 0 to 65535 is accepted")
         if self.database and not self.database.startswith(("postgresql", "sqlite")):

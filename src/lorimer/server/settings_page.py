@@ -16,6 +16,14 @@ SECTIONS = {
 }
 """Titles, each at the first setting below it."""
 
+SHARES = """\
+Users share `max_incoming_bytes`, `max_open_bytes` and `max_concurrent_requests`: a user gets more only while at least
+as much as they then hold stays free. So one user alone reaches half of such a limit, two reach a third each, and whoever
+comes next finds room.
+"""
+NOTES = {"max_sessions_per_user": [SHARES]}
+"""What is said above a table, by the first setting below."""
+
 INTRODUCTION = """# Configuration
 
 Every setting can be given in four places; the first that has it wins:
@@ -35,7 +43,8 @@ def settings_page() -> str:
     lines = [INTRODUCTION.rstrip()]
     for item in fields(Settings):
         if item.name in SECTIONS:
-            lines += ["", f"## {SECTIONS[item.name]}", "", "| setting | default | meaning |", "|---|---|---|"]
+            lines += ["", f"## {SECTIONS[item.name]}", "", *NOTES.get(item.name, [])]
+            lines += ["| setting | default | meaning |", "|---|---|---|"]
         lines.append(f"| `{item.name}` | {default_text(item)} | {meaning_text(item.name)} |")
     return "\n".join(lines) + "\n"
 
