@@ -4,6 +4,7 @@
     ├── InvalidInput        what the caller sent cannot be done; the message names the field and what is accepted
     │   ├── Unsupported     a thing Tinker has and Lorimer does not, refused by its name
     │   ├── TooLarge        more bytes, tokens or items than the limit the message names
+    │   ├── QuotaExceeded   more than the caller's quota allows until something is deleted
     │   └── NotFound        a run, sampler, loss or file that is not there
     ├── Unauthorized        no credential, or one that is not known or was revoked
     ├── Forbidden           a known caller who may not do this
@@ -35,6 +36,10 @@ class Unsupported(InvalidInput):
 
 class TooLarge(InvalidInput):
     """The input exceeds a limit; the message has both numbers."""
+
+
+class QuotaExceeded(InvalidInput):
+    """The caller has used up a quota; the message names it, with what is used and what is allowed."""
 
 
 class NotFound(InvalidInput):

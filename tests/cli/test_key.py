@@ -36,6 +36,65 @@ def test_create_list_revoke(tmp_path):
     assert "revoked" in lorimer("key", "list", "--data", data).stdout
 
 
+def test_quotas_belong_to_the_user_and_are_changed(tmp_path):
+    data = tmp_path / "data"
+    flags = ("--max-stored-bytes", "20GB", "--requests-per-second", "2.5")
+    made = lorimer("key", "create", "alice", *flags, "--data", data)
+    assert made.exit_code == 0, made.stderr
+    assert lorimer("key", "create", "alice", "--name", "second", "--data", data).exit_code == 0
+    assert lorimer("key", "create", "bob", "--data", data).exit_code == 0
+    assert quotas(data) == {"alice": {(20 * 10**9, 2.5)}, "bob": {(0, 0)}}
+    listed = lorimer("key", "list", "--data", data).stdout
+    assert all(text in listed for text in ("0 bytes of 20.0 GB", "2.5/s", "no limit"))
+    changed = lorimer("key", "quota", "bob", "--max-stored-bytes", "1.5GiB", "--data", data, "-f", "json")
+    assert json.loads(changed.stdout) == {
+        "user": "bob",
+        "stored_bytes": 0,
+        "max_stored_bytes": 3 * 2**29,
+        "requests_per_second": 0.0,
+    }
+    lorimer("key", "quota", "alice", "--requests-per-second", "default", "--data", data)
+    assert quotas(data) == {"alice": {(20 * 10**9, 0)}, "bob": {(3 * 2**29, 0)}}
+    shown = lorimer("key", "quota", "alice", "--data", data)
+    assert (shown.exit_code, "0 bytes of 20.0 GB" in shown.stdout, "no limit" in shown.stdout) == (0, True, True)
+
+
+def quotas(data):
+    found = {}
+    for key in json.loads(lorimer("key", "list", "--data", data, "-f", "json").stdout):
+        found.setdefault(key["user"], set()).add((key["max_stored_bytes"], key["requests_per_second"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--max-stored-bytes", "20XB"), "--max-stored-bytes is '20XB'; bytes, a size such as 20GB"),
+        (("--max-stored-bytes", "-1"), "--max-stored-bytes is '-1'"),
+        (("--requests-per-second", "many"), "--requests-per-second is 'many'; a number from 0"),
+        (("--requests-per-second", "nan"), "--requests-per-second is 'nan'"),
+        ((), "there is no user 'nobody'"),
+    ],
+    ids=["unit", "negative", "word", "nan", "nobody"],
+)
+def test_quotas_that_cannot_be_are_refused(tmp_path, flags, text):
+    refused = lorimer("key", "quota", "nobody", *flags, "--data", tmp_path / "data")
+    assert refused.exit_code != 0 and text in " ".join(refused.stderr.split()), refused.stderr
+
+
+async def test_a_running_server_follows_a_change_of_quotas(tmp_path):
+    settings = Settings(data=tmp_path / "data", start_engines="lazy", max_stored_bytes=7)
+    async with running(settings) as context:
+        made = await in_thread(lorimer, "key", "create", "alice", "--data", settings.data)
+        secret = made.stdout.strip()
+        assert (await context.credentials.identify(secret)).user.requests_per_second is None
+        changed = await in_thread(
+            lorimer, "key", "quota", "alice", "--requests-per-second", "9", "--data", settings.data, "-f", "json"
+        )
+        assert json.loads(changed.stdout)["max_stored_bytes"] == 7, "the server's setting"
+        assert (await context.credentials.identify(secret)).user.requests_per_second == 9
+
+
 def test_new_key_as_json(tmp_path):
     made = json.loads(lorimer("key", "create", "bob", "--data", tmp_path / "data", "-f", "json").stdout)
     assert made["secret"].startswith("tml-" + made["prefix"][4:])

@@ -3,6 +3,11 @@
 import httpx
 from playwright.sync_api import Page, expect
 
+from lorimer.server.control import Quotas, SetQuotas
+from lorimer.server.keys import run_key_command
+from lorimer.server.settings import Settings
+from tests.conformance.servers import create_key
+
 HOSTILE = "<img src=x onerror=\"document.body.innerHTML='taken'\">"
 
 
@@ -63,3 +68,17 @@ def test_a_name_that_the_server_refuses_is_told(keyed, open_page, watch):
     page.get_by_label("Name").fill("   ")
     page.get_by_role("button", name="Make key").click()
     expect(page.get_by_role("alert")).to_contain_text("1 to 200 characters are accepted")
+
+
+def test_quotas_are_shown_with_what_is_used(keyed, open_page):
+    key = create_key(keyed.data, "erin")
+    page = open_page(keyed.url, "/console/keys", key=key)
+    expect(page.get_by_role("row").filter(has_text="in use here")).to_be_visible()
+    expect(page.locator(".quota")).to_have_count(0)
+    quotas = Quotas(max_stored_bytes=20_000_000_000, requests_per_second=50)
+    run_key_command(Settings(data=keyed.data), SetQuotas("erin", quotas))
+    for path in ("keys", "usage"):
+        page.goto(f"/console/{path}")
+        expect(page.locator(".quota")).to_contain_text(
+            "for all of your keys together: 0 B of the 20.0 GB of checkpoints you may store; 50 requests per second."
+        )

@@ -64,7 +64,7 @@ def test_the_version_is_the_newest_revision():
 def test_migrating_again_changes_nothing(connection):
     migrations.migrate(connection)
     with connection.begin():
-        connection.execute(text("INSERT INTO users VALUES ('1', 'ada', '', '2026-01-01 00:00:00')"))
+        connection.execute(text("INSERT INTO users VALUES ('1', 'ada', '', '2026-01-01 00:00:00', NULL, NULL)"))
     migrations.migrate(connection)
     assert connection.scalar(text("SELECT count(*) FROM users")) == 1
 
@@ -133,5 +133,5 @@ def test_the_schema_of_a_newer_version_is_refused(new_database, tmp_path):
     store = Store.open(new_database, tmp_path / "data")
     store.write_now(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     store.close()
-    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0004'"):
+    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0005'"):
         Store.open(new_database, tmp_path / "data")

@@ -20,6 +20,7 @@ OUR_FIELDS = {
         *("created_at", "project_id", "seed", "optimizer_type"),
         *("train_attn", "train_mlp", "train_unembed"),
     },  # the console shows how a run was made
+    "CurrentCheckpointStorageUsageResponse": {"quotas"},  # which the official service does not have
     "TryAgainResponse": {"queue_state_reason"},  # the official client reads it from the raw body
 }
 NOT_OUR_FIELDS = {

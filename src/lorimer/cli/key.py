@@ -1,38 +1,78 @@
-"""``lorimer key``: make, list and revoke API keys of a data directory, whether or not its server runs."""
+"""``lorimer key``: API keys and quotas of the users of a data directory, whether or not its server runs."""
 
+import math
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lorimer.cli.failures import exit_on_error
 from lorimer.cli.moments import ago
-from lorimer.cli.output import Format, FormatOption, examples, note, print_json, print_table
+from lorimer.cli.output import (
+    Format,
+    FormatOption,
+    examples,
+    note,
+    print_facts,
+    print_json,
+    print_table,
+    size_text,
+)
 from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, effective_settings
-from lorimer.errors import NotFound
+from lorimer.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
-    from lorimer.server.control import Key, KeyCommand, Reply
+    from lorimer.server.control import Key, KeyCommand, Quotas, Reply
 
-app = typer.Typer(help="Make, list and revoke API keys of a data directory.", no_args_is_help=True)
+app = typer.Typer(help="Make, list and revoke API keys of a data directory; set quotas of users.", no_args_is_help=True)
+
+StoredBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-stored-bytes",
+        metavar="SIZE",
+        help="The user's quota of checkpoints: bytes, or 500MB, 20GB; 0 is no limit, 'default' the server's setting.",
+    ),
+]
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--requests-per-second",
+        metavar="RATE",
+        help="The user's quota of requests; 0 is no limit, 'default' the server's setting.",
+    ),
+]
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @app.command(
-    epilog=examples("lorimer key create alice --name laptop", "export LORIMER_API_KEY=$(lorimer key create ci)")
+    epilog=examples(
+        "lorimer key create alice --name laptop",
+        "lorimer key create bob --max-stored-bytes 20GB --requests-per-second 50",
+        "export LORIMER_API_KEY=$(lorimer key create ci)",
+    )
 )
 def create(
     user: Annotated[str, typer.Argument(help="Whose key it is; what one user makes, others do not see.")],
     name: Annotated[str, typer.Option("--name", help="What the key is for.")] = "",
     remark: Annotated[str, typer.Option("--note", help="Anything worth remembering.")] = "",
+    max_stored_bytes: StoredBytesOption = None,
+    requests_per_second: RateOption = None,
     data: DataOption = None,
     database: DatabaseOption = None,
     config: ConfigOption = None,
     output: FormatOption = Format.table,
 ) -> None:
-    """Make a key for USER and print it; it cannot be printed again."""
+    """Make a key for USER and print it; it cannot be printed again.
+
+    Quotas belong to the user: they hold for all of their keys together, those made before too.
+    """
     with exit_on_error():
         from lorimer.server.control import CreateKey
 
-        made = run(CreateKey(user, name or user, remark), data, database, config).keys[0]
+        quotas = read_quotas(max_stored_bytes, requests_per_second)
+        made = run(CreateKey(user, name or user, remark, quotas), data, database, config).keys[0]
         if output is Format.json:
             print_json(plain(made) | {"secret": made.secret})
         else:
@@ -47,7 +87,11 @@ def list_(
     config: ConfigOption = None,
     output: FormatOption = Format.table,
 ) -> None:
-    """List all keys; of the secrets, only how they begin."""
+    """List all keys; of the secrets, only how they begin.
+
+    `stored` is what the checkpoints of the key's user take up, of what their quota allows; `rate` their requests per
+    second.
+    """
     with exit_on_error():
         from lorimer.server.control import ListKeys
 
@@ -55,8 +99,38 @@ def list_(
         if output is Format.json:
             print_json([plain(key) for key in keys])
         else:
-            columns = ["id", "begins with", "name", "created", "last used", "state", "note"]
+            columns = ["id", "user", "begins with", "name", "created", "last used", "state", "stored", "rate", "note"]
             print_table(columns, [row(key) for key in keys])
+
+
+@app.command(
+    epilog=examples(
+        "lorimer key quota alice --max-stored-bytes 50GB", "lorimer key quota alice --requests-per-second 0"
+    )
+)
+def quota(
+    user: Annotated[str, typer.Argument(help="Whose quotas; they hold for all keys of the user together.")],
+    max_stored_bytes: StoredBytesOption = None,
+    requests_per_second: RateOption = None,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+    config: ConfigOption = None,
+    output: FormatOption = Format.table,
+) -> None:
+    """Show the quotas of USER, or change them; a running server follows within seconds."""
+    with exit_on_error():
+        from lorimer.server.control import SetQuotas
+
+        quotas = read_quotas(max_stored_bytes, requests_per_second)
+        keys = run(SetQuotas(user, quotas), data, database, config).keys
+        if not keys:
+            raise NotFound(f"user {user!r} has no key; `lorimer key create` makes one, with quotas")
+        shown = keys[0]
+        if output is Format.json:
+            names = ("user", "stored_bytes", "max_stored_bytes", "requests_per_second")
+            print_json({name: value for name, value in plain(shown).items() if name in names})
+        else:
+            print_facts({"user": shown.user, "stored": stored_text(shown), "requests": rate_text(shown)})
 
 
 @app.command(epilog=examples("lorimer key revoke 3"))
@@ -94,4 +168,50 @@ def plain(key: "Key") -> dict[str, object]:
 def row(key: "Key") -> list[object]:
     used = ago(key.last_used_at) or "never"
     state = "revoked" if key.revoked_at else "valid"
-    return [key.key_id, key.prefix, key.name, ago(key.created_at), used, state, key.note]
+    quotas = [stored_text(key), rate_text(key)]
+    return [key.key_id, key.user, key.prefix, key.name, ago(key.created_at), used, state, *quotas, key.note]
+
+
+def stored_text(key: "Key") -> str:
+    limit = f" of {size_text(key.max_stored_bytes)}" if key.max_stored_bytes else ""
+    return size_text(key.stored_bytes) + limit
+
+
+def rate_text(key: "Key") -> str:
+    return f"{key.requests_per_second:g}/s" if key.requests_per_second else "no limit"
+
+
+def read_quotas(max_stored_bytes: str | None, requests_per_second: str | None) -> "Quotas":
+    """What the options say; those not given stay unset."""
+    from msgspec import UNSET
+
+    from lorimer.server.control import Quotas
+
+    return Quotas(
+        UNSET if max_stored_bytes is None else read_size(max_stored_bytes),
+        UNSET if requests_per_second is None else read_rate(requests_per_second),
+    )
+
+
+def read_size(text: str) -> int | None:
+    """The bytes that ``20GB`` or a number says; None for ``default``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.strip().upper())
+    if text == "default":
+        return None
+    size = float(found[1]) * UNITS.get(found[2], math.nan) if found else math.nan
+    if not size < 2**63:  # nan too
+        raise InvalidInput(f"--max-stored-bytes is {text!r}; bytes, a size such as 20GB, 0 or 'default' is accepted")
+    return int(size)
+
+
+def read_rate(text: str) -> float | None:
+    """The number; None for ``default``."""
+    if text == "default":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise InvalidInput(f"--requests-per-second is {text!r}; a number from 0 or 'default' is accepted")
+    return rate

@@ -59,7 +59,8 @@ def usage(
         start, end = hours(since, until)
         client = rest_client(base_url, api_key, data)
         rows = grouped(events(client, start, end), by)
-        stored = client.get_current_checkpoint_storage_usage().result().data
+        answer = client.get_current_checkpoint_storage_usage().result()
+        stored, quotas = answer.data, answer.quotas
         num_checkpoints, num_bytes = (sum(item.checkpoint_count for item in stored), sum(i.size_bytes for i in stored))
         if output is Format.json:
             print_json(
@@ -69,11 +70,15 @@ def usage(
                     "by": by.value,
                     "usage": [{by.value: name} | counts for name, counts in rows.items()],
                     "storage": {"checkpoint_count": num_checkpoints, "size_bytes": num_bytes},
+                    "quotas": quotas.model_dump() if quotas else None,
                 }
             )
             return
         print_usage(rows, by)
-        print(f"\n{num_checkpoints} checkpoints are kept, {size_text(num_bytes)}")
+        limit = f" of the {size_text(quotas.max_stored_bytes)} allowed" if quotas and quotas.max_stored_bytes else ""
+        print(f"\n{num_checkpoints} checkpoints are kept, {size_text(num_bytes)}{limit}")
+        if quotas and quotas.requests_per_second:
+            print(f"{quotas.requests_per_second:g} requests per second are allowed")
 
 
 def hours(since: str, until: str | None) -> tuple[datetime, datetime]:

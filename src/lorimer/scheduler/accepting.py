@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,10 +100,16 @@ def with_seed(request: types.SampleRequest) -> types.SampleRequest:
 # ── transactions ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def accept(c: Connection, operation: Operation, has_passed: bool = False) -> tuple[FutureRow, bool]:
+def accept(
+    c: Connection,
+    operation: Operation,
+    has_passed: bool = False,
+    check: Callable[[Connection], None] | None = None,
+) -> tuple[FutureRow, bool]:
     """Put an operation on record, or find it there: a retry gets the first one's future.
 
-    With ``has_passed`` the number has gone by; without a record of it, which has expired, it is refused.
+    With ``has_passed`` the number has gone by; without a record of it, which has expired, it is refused. ``check`` may
+    refuse a new one.
     """
     row, is_new = futures.accept(
         c,
@@ -117,6 +124,8 @@ def accept(c: Connection, operation: Operation, has_passed: bool = False) -> tup
     )
     if is_new and has_passed:
         raise InvalidInput(f"operation {operation.seq_id} of {operation.lane} was answered long ago; use a new seq_id")
+    if is_new and check is not None:
+        check(c)
     if not is_new and row.kind != operation.kind and row.state not in ("rejected", "abandoned"):
         raise InvalidInput(f"operation {operation.seq_id} of {operation.lane} is a {row.kind}, not a {operation.kind}")
     if not is_new and row.kind in _REPEATABLE and row.payload_sha256 != _digest(operation.payload):

@@ -36,13 +36,14 @@ class Answers:
         forget: Callable[[RunState, Operation], None],
         on_loaded: Callable[[], None],
         on_published: Callable[[str], None],
+        max_stored_bytes: int,
     ) -> None:
         """``fail`` ends an operation, ``forget`` is told that one has ended.
 
         ``on_loaded`` is told when a load no longer holds its run up, ``on_published`` which sampler was frozen.
         """
         self._slot, self._directory, self._recorder = slot, directory, recorder
-        self._snapshots, self._restorer = snapshots, restorer
+        self._snapshots, self._restorer, self._max_stored_bytes = snapshots, restorer, max_stored_bytes
         self._fail, self._forget, self._on_loaded, self._on_published = fail, forget, on_loaded, on_published
 
     async def complete(self, state: RunState, sent: Sent) -> None:
@@ -67,8 +68,8 @@ class Answers:
             await settled(state, operation.seq_id - 1)
             sent.verified = await self._snapshots.verified(state)
         try:
-            results = [future.result() for future in sent.futures]
-            outcome = await self._recorder.finish(operation, records.finish_operation, state.run, sent, results)
+            results, most = [future.result() for future in sent.futures], self._max_stored_bytes
+            outcome = await self._recorder.finish(operation, records.finish_operation, state.run, sent, results, most)
         except StorageError:
             return  # the server is closing; the operation is computed again at the next start
         except Exception as error:

@@ -21,7 +21,7 @@ from lorimer.scheduler.operation import Operation, Outcome
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral
 from lorimer.scheduler.runs import MISSING, needs_payload
 from lorimer.scheduler.translate import wire_training_output
-from lorimer.store import audit, checkpoints, futures, losses, metrics, runs, samplers, sessions, usage, weights
+from lorimer.store import audit, checkpoints, futures, losses, metrics, quotas, runs, samplers, sessions, usage, weights
 from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
@@ -145,7 +145,7 @@ def finish_creation(c: Connection, operation: Operation, run: Run, payload: Crea
 
 
 def finish_operation(
-    c: Connection, operation: Operation, run: Run, sent: Sent, results: Sequence[messages.Result]
+    c: Connection, operation: Operation, run: Run, sent: Sent, results: Sequence[messages.Result], max_stored_bytes: int
 ) -> Outcome:
     """Record what the engine answered to an operation of a run."""
     match results[-1]:
@@ -170,7 +170,7 @@ def finish_operation(
     assert sent.directory is not None
     match sent.payload:
         case Save() as payload:
-            return _finish_save(c, operation, run, payload, sent.directory)
+            return _finish_save(c, operation, run, payload, sent.directory, max_stored_bytes)
         case SaveEphemeral(sampling_session_seq_id=seq):
             return _finish_ephemeral(c, operation, run, seq, sent.directory)
         case Load(path=path):
@@ -180,9 +180,14 @@ def finish_operation(
     raise AssertionError(f"{results!r} answers no operation")
 
 
-def _finish_save(c: Connection, operation: Operation, run: Run, payload: Save, directory: Path) -> Outcome:
+def _finish_save(
+    c: Connection, operation: Operation, run: Run, payload: Save, directory: Path, max_stored_bytes: int
+) -> Outcome:
     kind = payload.checkpoint_kind
     saved = _add_weights(c, run, directory, has_optimizer=kind == "training")
+    # Its size is known only now, and saves that were submitted together were checked one by one.
+    replaced = (run.model_id, kind, payload.name) if payload.overwrite else None
+    quotas.check_room(c, run.user_id, saved.size_bytes, max_stored_bytes, replaced)
     expires_at = None if payload.expires_at is None else datetime.fromtimestamp(payload.expires_at, UTC)
     checkpoints.add_checkpoint(
         c,

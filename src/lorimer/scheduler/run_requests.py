@@ -5,6 +5,9 @@ Who may ask for what is the server's business; here every caller is taken at the
 
 import secrets
 import time
+from collections.abc import Callable
+
+from sqlalchemy import Connection
 
 from lorimer import types
 from lorimer.errors import Busy, InvalidInput
@@ -15,6 +18,7 @@ from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.operation import Operation
 from lorimer.scheduler.runs import RunState
 from lorimer.scheduler.translate import estimated_tokens
+from lorimer.store import quotas
 from lorimer.store.runs import Run
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
@@ -132,7 +136,15 @@ class RunRequests(Intake):
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
-        return await self._submit(user, run, seq_id, accepting.SAVE_KINDS[kind], payload)
+        place = (run.user_id, run.model_id, kind, name, overwrite)
+        return await self._submit(
+            user,
+            run,
+            seq_id,
+            accepting.SAVE_KINDS[kind],
+            payload,
+            check=lambda c: quotas.check_save(c, *place, self.limits.max_stored_bytes),
+        )
 
     async def save_ephemeral(self, user: User, run: Run, seq_id: int, sampling_session_seq_id: int) -> Accepted:
         payload = payloads.SaveEphemeral(sampling_session_seq_id=sampling_session_seq_id)
@@ -155,8 +167,9 @@ class RunRequests(Intake):
         payload: payloads.AnyPayload | bytes,
         tokens: int = 0,
         request: types.TrainingRequest | None = None,
+        check: Callable[[Connection], None] | None = None,
     ) -> Accepted:
-        """Take an operation of a run: on record first, then in its order."""
+        """Take an operation of a run: on record first, unless ``check`` refuses it, then in its order."""
         state = self._state(run)
         operation = Operation(
             request_id=secrets.token_hex(16),
@@ -172,16 +185,18 @@ class RunRequests(Intake):
             reads=payload.weights_name if isinstance(payload, payloads.Load) else None,
         )
         self._model(run.base_model).training.check_room(state, operation.size)
-        return await self._surely(self._accept(state, operation))
+        return await self._surely(self._accept(state, operation, check))
 
-    async def _accept(self, state: RunState, operation: Operation) -> Accepted:
+    async def _accept(
+        self, state: RunState, operation: Operation, check: Callable[[Connection], None] | None
+    ) -> Accepted:
         # From here on a run that is being restored knows that this number is about to be on record.
         seq_id = operation.seq_id
         state.operations.setdefault(seq_id, operation)
         is_ours = False
         try:
             has_passed = state.has_passed(seq_id)
-            row, is_new = await self.store.write(accepting.accept, operation, has_passed=has_passed)
+            row, is_new = await self.store.write(accepting.accept, operation, has_passed, check)
             is_ours = self._is_ours(operation, row, is_new)
         finally:
             if not is_ours and not operation.is_accepted and state.operations.get(seq_id) is operation:

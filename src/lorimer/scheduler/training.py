@@ -80,6 +80,7 @@ class TrainingQueue:
             forget=self._forget,
             on_loaded=self.pump,
             on_published=on_published,
+            max_stored_bytes=limits.max_stored_bytes,
         )
         self._turns: list[tuple[Turn, list[Sent]]] = []
         """With the engine, in the order they were sent."""

@@ -16,7 +16,8 @@ from lorimer.errors import InvalidInput, LorimerError, StorageError
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
 from lorimer.server import console, health
-from lorimer.server.auth import Authentication
+from lorimer.server.auth import BURST_SECONDS, Authentication
+from lorimer.server.buckets import TokenBuckets
 from lorimer.server.compression import Compression
 from lorimer.server.context import Context
 from lorimer.server.control import Control
@@ -109,6 +110,7 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         presence=Presence(settings.max_sessions_per_user),
         incoming_bytes=SharedLimit(settings.max_incoming_bytes),
         requests=SharedLimit(settings.max_concurrent_requests),
+        rates=TokenBuckets(BURST_SECONDS),
     )
 
 

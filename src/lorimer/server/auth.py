@@ -5,8 +5,10 @@ here. Who a credential belongs to is left to ``credentials.py``.
 """
 
 import ipaddress
+import math
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorimer.errors import Unauthorized
@@ -15,11 +17,19 @@ from lorimer.server.context import Context
 from lorimer.server.errors import error_response
 from lorimer.server.settings import Settings
 from lorimer.server.signing import DOWNLOADS
+from lorimer.store.users import User
 from lorimer.types.compatibility import SdkVersion
 
 PUBLIC = {"/api/v1/healthz", "/readyz"}
 """Answered to everybody, with GET and HEAD."""
 METRICS = "/metrics"
+WITHOUT_WORK = {
+    f"/api/v1/{name}"
+    for name in ("retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "telemetry")
+}
+"""They bring no new work: they are answered until the server ends, and count against no rate."""
+BURST_SECONDS = 10.0
+"""What a user may ask of an unused quota ``requests_per_second`` in one burst."""
 SAFE_METHODS = {"GET", "HEAD"}
 
 
@@ -46,13 +56,13 @@ class Authentication:
                 return
             state["user"], state["key"] = identity.user, identity.key
             context.metrics.know(identity.user)
-            await self._hold(context, identity.user.user_id, scope, receive, send)
+            await self._admit(context, identity.user, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _hold(self, context: Context, user_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request while it is counted; 429 if its user holds their share of them."""
-        held = context.requests
+    async def _admit(self, context: Context, user: User, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request while it is counted; 429 if its user has their share of those held, or asks too often."""
+        held, user_id = context.requests, user.user_id
         if not held.has_room(user_id):
             detail = (
                 f"{held.held_by(user_id)} requests of yours are being held, {held.held} of all users; {held.total} are"
@@ -60,11 +70,28 @@ class Authentication:
             )
             await error_response(scope, 429, "too_many_requests", detail)(scope, receive, send)
             return
+        if scope["path"] not in WITHOUT_WORK and (refusal := over_rate(context, user, scope)) is not None:
+            await refusal(scope, receive, send)
+            return
         held.take(user_id)
         try:
             await self._app(scope, receive, send)
         finally:
             held.give_back(user_id)
+
+
+def over_rate(context: Context, user: User, scope: Scope) -> Response | None:
+    """The answer to a request beyond the user's quota of requests per second."""
+    own = user.requests_per_second
+    rate = context.settings.requests_per_second if own is None else own
+    wait = context.rates.take(user.user_id, rate) if rate else 0.0
+    if not wait:
+        return None
+    detail = (
+        f"the quota requests_per_second allows you {rate:g} requests per second and {context.rates.capacity(rate):g} in"
+        f" a burst, all of which are used; the next is accepted in {wait:.3g} s"
+    )
+    return error_response(scope, 429, "quota_exceeded", detail, {"retry-after": str(math.ceil(wait))})
 
 
 def credential_of(headers: Headers) -> str:

@@ -62,7 +62,7 @@ async def _receive(request: Request) -> bytes:
                 raise _too_large(f"more than {limit}", limit)
             if not incoming.has_room(user_id, len(chunk)):
                 detail = (
-                    f"{incoming.held_by(user_id)} bytes of bodies are arriving from you, {incoming.held} from everybody;"
+                    f"{incoming.held_by(user_id)} bytes of bodies are arriving from you, {incoming.held} in all;"
                     f" users share {incoming.total} (max_incoming_bytes): send this again"
                 )
                 raise Refusal(429, "too_many_bytes", detail, {"connection": "close"})

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
+from lorimer.server.buckets import TokenBuckets
 from lorimer.server.credentials import Credentials
 from lorimer.server.metrics import Metrics
 from lorimer.server.presence import Presence
@@ -23,6 +24,7 @@ from lorimer.store import sessions
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 from lorimer.store.users import ApiKey, User
+from lorimer.types import UserQuotas
 from lorimer.types.compatibility import SdkVersion
 
 
@@ -42,6 +44,8 @@ class Context:
     """Of bodies that have begun to arrive, and not ended."""
     requests: SharedLimit
     """Those of users that are held, polls among them."""
+    rates: TokenBuckets
+    """Requests by user, against the quota ``requests_per_second``."""
     url: str = ""
     """Where the server listens; empty while it does not."""
     started_at: float = field(default_factory=time.monotonic)
@@ -97,6 +101,17 @@ def user_of(request: Request) -> User:
     """Who is calling; there is one on every route that is not public."""
     user: User = request.state.user
     return user
+
+
+def user_quotas(request: Request, stored_bytes: int = 0) -> UserQuotas:
+    """The quotas of the caller, their own or those of the settings."""
+    user, settings = user_of(request), context_of(request).settings
+    own_bytes, own_rate = user.max_stored_bytes, user.requests_per_second
+    return UserQuotas(
+        stored_bytes=stored_bytes,
+        max_stored_bytes=(settings.max_stored_bytes if own_bytes is None else own_bytes) or None,
+        requests_per_second=(settings.requests_per_second if own_rate is None else own_rate) or None,
+    )
 
 
 def key_of(request: Request) -> ApiKey | None:

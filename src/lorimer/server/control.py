@@ -18,7 +18,8 @@ import msgspec
 
 from lorimer.errors import LorimerError, StorageError
 from lorimer.server.credentials import Credentials
-from lorimer.store.users import ApiKey
+from lorimer.server.settings import Settings
+from lorimer.store.users import ApiKey, User
 
 if TYPE_CHECKING:
     from lorimer.server.context import Context
@@ -29,10 +30,27 @@ LONGEST_PATH = 100
 ANSWER_SECONDS = 30.0
 
 
+class Quotas(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Quotas of a user; unset stays as it is, None is the server's setting, 0 no limit."""
+
+    max_stored_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
+    requests_per_second: float | msgspec.UnsetType | None = msgspec.UNSET
+
+    def given(self) -> dict[str, float | None]:
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not msgspec.UNSET}
+
+
 class CreateKey(msgspec.Struct, frozen=True, tag="create"):
     user: str
     name: str
     note: str = ""
+    quotas: Quotas = Quotas()
+
+
+class SetQuotas(msgspec.Struct, frozen=True, tag="quotas"):
+    user: str
+    quotas: Quotas
 
 
 class ListKeys(msgspec.Struct, frozen=True, tag="list"):
@@ -58,6 +76,12 @@ class Key(msgspec.Struct, frozen=True):
     created_at: datetime
     last_used_at: datetime | None
     revoked_at: datetime | None
+    user: str
+    stored_bytes: int
+    """Of the user's checkpoints."""
+    max_stored_bytes: int
+    requests_per_second: float
+    """The quotas that hold for the user, their own or the server's; 0 is no limit."""
     secret: str | None = None
 
 
@@ -69,25 +93,45 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-KeyCommand = CreateKey | ListKeys | RevokeKey
+KeyCommand = CreateKey | ListKeys | RevokeKey | SetQuotas
 Command = KeyCommand | DescribeServer
 _commands = msgspec.json.Decoder(Command)
 _replies = msgspec.json.Decoder(Reply)
 
 
-async def run_command(credentials: Credentials, command: KeyCommand) -> Reply:
+async def run_command(credentials: Credentials, settings: Settings, command: KeyCommand) -> Reply:
+    secrets: dict[int, str] = {}
     match command:
-        case CreateKey():
-            key, secret = await credentials.create(command.user, command.name, command.note)
-            return Reply(keys=[shown(key, secret)])
-        case ListKeys():
-            return Reply(keys=[shown(key) for key in await credentials.list()])
         case RevokeKey():
             return Reply(revoked=await credentials.revoke(command.key_id))
+        case CreateKey():
+            key, secret = await credentials.create(command.user, command.name, command.note)
+            await credentials.set_quotas(command.user, command.quotas.given())
+            keys, secrets = [key], {key.key_id: secret}
+        case SetQuotas():
+            user = await credentials.set_quotas(command.user, command.quotas.given())
+            keys = [key for key in await credentials.list() if key.user_id == user.user_id]
+        case ListKeys():
+            keys = await credentials.list()
+    users, stored = await credentials.holders()
+    return Reply(
+        keys=[
+            shown(key, users[key.user_id], stored.get(key.user_id, 0), settings, secrets.get(key.key_id))
+            for key in keys
+        ]
+    )
 
 
-def shown(key: ApiKey, secret: str | None = None) -> Key:
-    return Key(**vars(key), secret=secret)
+def shown(key: ApiKey, user: User, stored_bytes: int, settings: Settings, secret: str | None) -> Key:
+    own_bytes, own_rate = user.max_stored_bytes, user.requests_per_second
+    return Key(
+        **vars(key),
+        user=user.name,
+        stored_bytes=stored_bytes,
+        max_stored_bytes=settings.max_stored_bytes if own_bytes is None else own_bytes,
+        requests_per_second=settings.requests_per_second if own_rate is None else own_rate,
+        secret=secret,
+    )
 
 
 class Control:
@@ -128,7 +172,7 @@ class Control:
     async def _answer(self, command: Command) -> Reply:
         if isinstance(command, DescribeServer):
             return Reply(url=self._context.url)
-        return await run_command(self._context.credentials, command)
+        return await run_command(self._context.credentials, self._context.settings, command)
 
 
 def ask_server(directory: Path, command: Command) -> Reply | None:

@@ -6,6 +6,8 @@ this process, and within ``REMEMBER_SECONDS`` in any other that serves the same 
 
 import hashlib
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -13,7 +15,7 @@ from sqlalchemy import Connection
 
 from lorimer.errors import Unauthorized
 from lorimer.server.signing import Signer
-from lorimer.store import users
+from lorimer.store import checkpoints, users
 from lorimer.store.database import Store
 from lorimer.store.users import ApiKey, User
 
@@ -89,6 +91,12 @@ class Credentials:
         self.is_open = False
         return created
 
+    async def set_quotas(self, user_name: str, values: Mapping[str, float | None]) -> User:
+        """Give a user quotas of their own, for all of their keys; those not named stay."""
+        user: User = await self._store.write(users.set_quotas, user_name, values)
+        self._found.clear()
+        return user
+
     async def revoke(self, key_id: int) -> bool:
         """End a key at once; false if there is none, or it was revoked before."""
         revoked: bool = await self._store.write(users.revoke_key, key_id)
@@ -101,9 +109,21 @@ class Credentials:
         if used:
             await self._store.write(users.touch_keys, used)
 
+    async def holders(self) -> tuple[dict[str, User], dict[str, int]]:
+        """All users, and the bytes of the checkpoints of each, by their ids."""
+        found: tuple[dict[str, User], dict[str, int]] = await self._store.read(users_and_storage)
+        return found
+
     async def list(self) -> list[ApiKey]:
         keys: list[ApiKey] = await self._store.read(users.list_keys)
         return keys
+
+
+def users_and_storage(connection: Connection) -> tuple[dict[str, User], dict[str, int]]:
+    stored: Counter[str] = Counter()
+    for item in checkpoints.storage_usage(connection):
+        stored[item.user_id] += item.size_bytes
+    return users.list_users(connection), dict(stored)
 
 
 def any_key(connection: Connection) -> bool:

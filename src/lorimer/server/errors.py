@@ -24,6 +24,7 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.InvalidInput: (400, "invalid_input"),
     errors.Unsupported: (400, "unsupported"),
     errors.TooLarge: (413, "too_large"),
+    errors.QuotaExceeded: (429, "quota_exceeded"),
     errors.NotFound: (404, "not_found"),
     errors.Unauthorized: (401, "unauthorized"),
     errors.Forbidden: (403, "forbidden"),
@@ -39,6 +40,8 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.LorimerError: (500, "internal_error"),
 }
 RETRY_AFTER = {429: "1", 503: "5"}
+FULL_QUOTA = {"retry-after": "60", "x-should-retry": "false"}
+"""Of an answer that stays the same until the user has deleted something: an SDK raises it."""
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 HTTP_DETAILS = {404: "there is nothing at this path", 405: "this path does not answer to this method"}
 
@@ -96,7 +99,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if status >= 500 and not isinstance(error, Refusal):
         logger.error("%s", code, exc_info=error, extra={"request_id": request.scope["state"].get("request_id", "")})
     request.scope["state"]["param"] = getattr(error, "param", None)
-    headers = error.headers if isinstance(error, Refusal) else None
+    quota = FULL_QUOTA if isinstance(error, errors.QuotaExceeded) else None
+    headers = error.headers if isinstance(error, Refusal) else quota
     return error_response(request.scope, status, code, str(error) or code, headers)
 
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorimer.server.auth import WITHOUT_WORK
 from lorimer.server.callers import Callers
 from lorimer.server.context import Context
 from lorimer.server.errors import error_response
@@ -37,11 +38,6 @@ QUIET = {
     f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
 } | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics"}
 """Routes logged at debug level when nothing is wrong: clients repeat them all the time."""
-WHILE_DRAINING = {
-    f"/api/v1/{name}"
-    for name in ("retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "telemetry")
-}
-"""Accepted until the end: they bring no new work."""
 CLIENT_GONE = 499
 CLOSE = {"connection": "close"}
 
@@ -110,7 +106,7 @@ class Guard:
             origin = headers.get("origin")
             if origin is not None and not is_same_origin(origin, hosts[0]):
                 return error_response(scope, 403, "bad_origin", f"requests from pages of {origin[:200]!r} are refused")
-            if context.is_draining and scope["path"] not in WHILE_DRAINING:
+            if context.is_draining and scope["path"] not in WITHOUT_WORK:
                 return error_response(scope, 503, "shutting_down", "the server is shutting down; send this again soon")
         lengths = headers.getlist("content-length") + headers.getlist("transfer-encoding")
         if len(lengths) > 1:

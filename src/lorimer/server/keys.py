@@ -18,7 +18,8 @@ def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
 async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
     directory, store = open_store(settings)
     try:
-        return await run_command(Credentials(store, Signer(directory.secret), allow_open=False), command)
+        credentials = Credentials(store, Signer(directory.secret), allow_open=False)
+        return await run_command(credentials, settings, command)
     finally:
         store.close()
         directory.unlock()

@@ -129,6 +129,17 @@ class Settings:
     max_runs_per_session: Annotated[int, Meaning("Most training runs of one session.", 1)] = LIMITS.max_runs_per_session
     max_metric_names_per_run: Annotated[int, Meaning("Most metrics that clients report to one run.", 1)] = 1000
     max_metric_values_per_run: Annotated[int, Meaning("Most values of those, over all steps.", 1)] = 5_000_000
+    max_stored_bytes: Annotated[
+        int, Meaning("Quota: most bytes of a user's checkpoints, more are refused with 429; 0 is no limit.", 0)
+    ] = LIMITS.max_stored_bytes
+    requests_per_second: Annotated[
+        float,
+        Meaning(
+            "Quota: requests of a user per second, those of ten seconds in one burst; more are answered 429; polls,"
+            " heartbeats and telemetry do not count; 0 is no limit.",
+            0,
+        ),
+    ] = 0.0
     max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
         LIMITS.max_open_operations
     )

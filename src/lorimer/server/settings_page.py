@@ -18,8 +18,11 @@ SECTIONS = {
 
 SHARES = """\
 Users share `max_incoming_bytes`, `max_open_bytes` and `max_concurrent_requests`: a user gets more only while at least
-as much as they then hold stays free. So one user alone reaches half of such a limit, two reach a third each, and whoever
-comes next finds room.
+as much as they then hold stays free. So one user alone reaches half of such a limit, two reach a third each, and
+whoever comes next finds room.
+
+Quotas (`max_stored_bytes`, `requests_per_second`) hold for each user, whichever key they show. `lorimer key create` and
+`lorimer key quota` give a user quotas of their own; `lorimer key list`, `lorimer usage` and the console show them.
 """
 NOTES = {"max_sessions_per_user": [SHARES]}
 """What is said above a table, by the first setting below."""

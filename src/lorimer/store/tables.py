@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0004"
+SCHEMA_VERSION = "0005"
 """The newest revision in `migrations/versions`."""
 
 
@@ -107,6 +107,8 @@ users = Table(
     Column("name", Text, nullable=False, unique=True),
     _text("email"),
     _time("created_at"),
+    Column("max_stored_bytes", BigInteger),
+    Column("requests_per_second", Double),
 )
 
 api_keys = Table(

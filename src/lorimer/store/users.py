@@ -4,11 +4,13 @@ import hashlib
 import hmac
 import secrets
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import Connection, bindparam, exists, select, update
 
+from lorimer.errors import NotFound
 from lorimer.store.tables import api_keys, insert, users
 from lorimer.store.values import new_id, record, record_or_none, storable, utc_now
 
@@ -23,6 +25,10 @@ class User:
     name: str
     email: str
     created_at: datetime
+    max_stored_bytes: int | None = None
+    """Most bytes of checkpoints; None is the server's setting, 0 no limit."""
+    requests_per_second: float | None = None
+    """None is the server's setting, 0 no limit."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,21 @@ def ensure_user(c: Connection, name: str, email: str = "") -> User:
 
 def get_user(c: Connection, user_id: str) -> User | None:
     return record_or_none(User, c.execute(select(users).where(users.c.user_id == user_id)).one_or_none())
+
+
+def list_users(c: Connection) -> dict[str, User]:
+    """All users by their ids."""
+    return {user.user_id: user for user in (record(User, row) for row in c.execute(select(users)))}
+
+
+def set_quotas(c: Connection, name: str, values: Mapping[str, float | None]) -> User:
+    """Give a user quotas of their own; those not named in ``values`` stay."""
+    chosen = users.c.name == storable(name)
+    if c.execute(select(users.c.user_id).where(chosen)).one_or_none() is None:
+        raise NotFound(f"there is no user {name!r}; `lorimer key list` has them")
+    if values:
+        c.execute(update(users).where(chosen).values(**values))
+    return record(User, c.execute(select(users).where(chosen)).one())
 
 
 def create_key(c: Connection, user_name: str, name: str, note: str = "") -> tuple[ApiKey, str]:

@@ -25,6 +25,7 @@ from lorimer.types.admin import (
     SamplingSampleBillingEvent,
     StorageBillingEvent,
     TrainingBillingEvent,
+    UserQuotas,
     WhoamiResponse,
 )
 from lorimer.types.base import explain, validate
@@ -375,6 +376,7 @@ __all__ = [
     "UnloadModelRequest",
     "UnloadModelResponse",
     "UntypedAPIFuture",
+    "UserQuotas",
     "UserSearchOwner",
     "WeightsInfoRequest",
     "WeightsInfoResponse",

@@ -138,6 +138,17 @@ class CurrentCheckpointStorageUsageItem(Response):
     estimated_monthly_cost_usd: float | None = None
 
 
+class UserQuotas(Response):
+    """What the caller may use, with all of their keys together; None is no limit."""
+
+    stored_bytes: int
+    """Of their checkpoints, now."""
+    max_stored_bytes: int | None = None
+    requests_per_second: float | None = None
+
+
 class CurrentCheckpointStorageUsageResponse(Response):
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
+    quotas: UserQuotas | None = None
+    """Of the caller; the official service does not say it."""

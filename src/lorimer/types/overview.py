@@ -2,6 +2,7 @@
 
 from datetime import datetime
 
+from lorimer.types.admin import UserQuotas
 from lorimer.types.base import Request, Response
 
 
@@ -132,6 +133,8 @@ class KeyEntry(Response):
 class KeysResponse(Response):
     keys: list[KeyEntry]
     """Oldest first, revoked ones too."""
+    quotas: UserQuotas | None = None
+    """They hold for all keys of the caller together."""
 
 
 class CreateKeyResponse(KeyEntry):

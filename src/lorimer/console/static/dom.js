@@ -253,6 +253,22 @@ export function bytes(count) {
   return `${size.toFixed(2)} TB`;
 }
 
+/** The caller's quotas in a sentence, with what is used of them; nothing where there are none. */
+export function quotaLine(quotas) {
+  const said = [];
+  if (quotas?.max_stored_bytes)
+    said.push(`${bytes(quotas.stored_bytes)} of the ${bytes(quotas.max_stored_bytes)} of checkpoints you may store`);
+  if (quotas?.requests_per_second) said.push(`${quotas.requests_per_second} requests per second`);
+  if (!said.length) return null;
+  const used = quotas.max_stored_bytes ? quotas.stored_bytes / quotas.max_stored_bytes : 0;
+  return h(
+    "p",
+    { class: "muted quota" },
+    `Your quota, for all of your keys together: ${said.join("; ")}. `,
+    used >= 0.9 && badge("bad", used >= 1 ? "used up" : "nearly used up"),
+  );
+}
+
 /** A number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7. */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from lorimer import types
 from lorimer.errors import InvalidInput
-from lorimer.server.context import context_of, user_of
+from lorimer.server.context import context_of, user_of, user_quotas
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.limits import text_metadata
 from lorimer.server.routes.ownership import quote_id
@@ -19,6 +19,8 @@ from lorimer.server.routes.replies import reply
 from lorimer.server.signing import user_urn
 from lorimer.store import audit, checkpoints, sessions, usage
 from lorimer.store.audit import EventType
+from lorimer.store.checkpoints import StorageUsage
+from lorimer.store.quotas import stored_bytes
 from lorimer.store.usage import UsageBucket
 from lorimer.store.users import User
 
@@ -116,7 +118,7 @@ def event_info(bucket: UsageBucket) -> types.BillingEventInfo:
 async def get_storage_usage(request: Request) -> Response:
     """How many checkpoints the caller has now, and how large they are, by project."""
     user, project_id = user_of(request), query_text(request, "project_id")
-    found = await context_of(request).store.read(checkpoints.storage_usage, user.user_id, project_id)
+    found, quotas = await context_of(request).store.read(storage_of, user.user_id, project_id, user_quotas(request))
     items = [
         types.CurrentCheckpointStorageUsageItem(
             project_id=item.project_id,
@@ -129,7 +131,15 @@ async def get_storage_usage(request: Request) -> Response:
         )
         for item in found
     ]
-    return reply(types.CurrentCheckpointStorageUsageResponse(data=items))
+    return reply(types.CurrentCheckpointStorageUsageResponse(data=items, quotas=quotas))
+
+
+def storage_of(
+    c: Connection, user_id: str, project_id: str | None, quotas: types.UserQuotas
+) -> tuple[list[StorageUsage], types.UserQuotas]:
+    """What checkpoints take up in one project or all, and beside the quotas always in all."""
+    found = checkpoints.storage_usage(c, user_id, project_id)
+    return found, quotas.model_copy(update={"stored_bytes": stored_bytes(c, user_id)})
 
 
 MOMENT = {"type": "string", "format": "date-time", "required": True}

@@ -26,7 +26,7 @@ from lorimer.server.routes.ownership import (
 from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_text, query_word
 from lorimer.server.routes.replies import done, reply
 from lorimer.server.signing import user_urn
-from lorimer.store import audit, checkpoints, idempotency, runs, sessions
+from lorimer.store import audit, checkpoints, idempotency, quotas, runs, sessions
 from lorimer.store.checkpoints import Checkpoint
 from lorimer.store.runs import Run
 from lorimer.types.checkpoints import SetTtlRequest
@@ -262,7 +262,8 @@ async def copy_weights(request: Request) -> Response:
     key = request.headers.get("x-idempotency-key", "")
     check_text(context.settings, x_idempotency_key=key)
     most = context.settings.max_runs_per_session
-    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key, most)
+    quota = context.settings.max_stored_bytes
+    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key, most, quota)
     return reply(types.CopyWeightsResponse(tinker_path=path))
 
 
@@ -274,6 +275,7 @@ def copy_checkpoint(
     expires_at: Any,
     key: str,
     max_runs: int,
+    max_stored_bytes: int,
 ) -> str:
     """The path of the copy, made now unless the same key made it before."""
     if key and (path := idempotency.recall(c, user_id, f"copy_weights {key}")) is not None:
@@ -281,6 +283,7 @@ def copy_checkpoint(
     found = checkpoints.find(c, source.model_id, source.kind, source.name)
     if found is None or found.checkpoint_key != source.checkpoint_key:
         raise missing_checkpoint(body.source_path)
+    quotas.check_room(c, user_id, source.size_bytes, max_stored_bytes)
     run = run_of_copy(c, user_id, source, body, max_runs)
     copy = checkpoints.add_checkpoint(
         c,

@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from lorimer.errors import InvalidInput, NotFound, TooLarge
 from lorimer.server.bodies import decode
-from lorimer.server.context import context_of, key_of, user_of
+from lorimer.server.context import context_of, key_of, user_of, user_quotas
 from lorimer.server.errors import Refusal
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.ownership import is_id, quote_id
 from lorimer.server.routes.replies import done, reply
 from lorimer.store import audit, users
+from lorimer.store.quotas import stored_bytes
 from lorimer.store.users import ApiKey
 from lorimer.types.overview import CreateKeyRequest, CreateKeyResponse, KeyEntry, KeysResponse
 
@@ -25,8 +26,13 @@ MOST_KEYS = 100
 
 async def list_keys(request: Request) -> Response:
     """The caller's keys, without their secrets."""
-    keys = await context_of(request).store.read(users.list_keys, user_of(request).user_id)
-    return reply(KeysResponse(keys=[KeyEntry.model_validate(shown(request, key)) for key in keys]))
+    keys, stored = await context_of(request).store.read(keys_and_storage, user_of(request).user_id)
+    entries = [KeyEntry.model_validate(shown(request, key)) for key in keys]
+    return reply(KeysResponse(keys=entries, quotas=user_quotas(request, stored)))
+
+
+def keys_and_storage(c: Connection, user_id: str) -> tuple[list[ApiKey], int]:
+    return users.list_keys(c, user_id), stored_bytes(c, user_id)
 
 
 def shown(request: Request, key: ApiKey) -> dict[str, object]:

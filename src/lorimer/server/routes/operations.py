@@ -1,7 +1,8 @@
 """What the numbered operations of a run have in common: a refused one has used its number.
 
 A client goes on with the next number after a final refusal, so that the scheduler must not wait for the refused one.
-Answers after which a client repeats the same number (408, 429, 5xx) leave it open.
+Answers after which a client repeats the same number (408, 429, 5xx) leave it open, but for a full quota: whoever
+repeats it finds the refused operation, with its reason.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorimer.errors import InvalidInput, LorimerError
+from lorimer.errors import InvalidInput, LorimerError, QuotaExceeded
 from lorimer.server.bodies import off_loop, parse_json, read_body, validate
 from lorimer.server.context import Context, context_of, user_of
 from lorimer.server.errors import status_of
@@ -86,7 +87,7 @@ async def uses_number(request: Request, model_id: object, seq_id: object) -> Asy
         yield
     except LorimerError as error:
         status, _ = status_of(error)
-        if 400 <= status < 500 and status not in REPEATED:
+        if 400 <= status < 500 and (status not in REPEATED or isinstance(error, QuotaExceeded)):
             await use_number(request, model_id, seq_id, str(error))
         raise
 

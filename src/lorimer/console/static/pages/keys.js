@@ -11,6 +11,7 @@ import {
   h,
   pageHead,
   panel,
+  quotaLine,
   replace,
   table,
   toast,
@@ -28,7 +29,9 @@ export async function render(root, { signal, live, account }) {
   }
   const list = h("div", null);
   const made = h("div", { role: "status" });
-  const draw = whenChanged(({ keys }) => redraw(list, keyTable(keys, revoke)));
+  const draw = whenChanged(({ keys, quotas }) =>
+    redraw(list, h("div", null, quotaLine(quotas), keyTable(keys, revoke))),
+  );
   const load = async () => draw(await get("/api/v1/keys", null, signal));
   const revoke = async (one) => {
     if (await revokeKey(one)) await load();

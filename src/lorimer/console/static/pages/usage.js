@@ -3,7 +3,7 @@
 
 import { get, part } from "../api.js";
 import { stackedBars } from "../bars.js";
-import { bytes, choice, commandBlock, empty, h, pageHead, panel, replace, table } from "../dom.js";
+import { bytes, choice, commandBlock, empty, h, pageHead, panel, quotaLine, replace, table } from "../dom.js";
 import { whenChanged } from "../redraw.js";
 
 export const title = "Usage";
@@ -91,6 +91,7 @@ async function loadUsage(days, signal) {
   return {
     events,
     storage: storage.data,
+    quotas: storage.quotas,
     slots: Array.from({ length: (end - start) / size }, (_, i) => start + i * size),
     size,
   };
@@ -124,7 +125,7 @@ const count = (value) => (value || 0).toLocaleString("en");
 
 // ── how it is shown ─────────────────────────────────────────────────────────────────────────────────
 
-function report({ events, storage, slots, size }, by) {
+function report({ events, storage, quotas, slots, size }, by) {
   const models = [...sums(events, "model").values()];
   const figures = KINDS.map(([kind, label]) => [label, count(total(models, kind))]);
   figures.push(["Checkpoints saved", count(total(models, "checkpoints"))]);
@@ -182,6 +183,7 @@ function report({ events, storage, slots, size }, by) {
     panel(
       "Storage of checkpoints",
       storageTable(storage),
+      quotaLine(quotas),
       commandBlock(`lorimer usage --by day --base-url ${location.origin}`),
     ),
   ];

@@ -1,0 +1,45 @@
+"""What users may store: the quota of checkpoints, and what counts against it.
+
+A quota belongs to a user, not to one of their keys. A user without a quota of their own has that of the server's
+settings; 0 is no limit. Every checkpoint that has not expired counts with its size, as usage reports say it.
+"""
+
+from sqlalchemy import Connection
+
+from lorimer.errors import QuotaExceeded
+from lorimer.store import checkpoints, users
+from lorimer.store.checkpoints import CheckpointKind
+
+
+def stored_bytes(c: Connection, user_id: str) -> int:
+    return sum(item.size_bytes for item in checkpoints.storage_usage(c, user_id))
+
+
+def check_save(
+    c: Connection, user_id: str, model_id: str, kind: CheckpointKind, name: str, overwrite: bool, default: int
+) -> None:
+    """Refuse a save before it is computed; it is taken to be as large as the newest one of its run and kind."""
+    newest = checkpoints.last_of_run(c, model_id, kind)
+    check_room(c, user_id, newest.size_bytes if newest else 1, default, (model_id, kind, name) if overwrite else None)
+
+
+def check_room(
+    c: Connection,
+    user_id: str,
+    num_bytes: int,
+    default: int,
+    replaced: tuple[str, CheckpointKind, str] | None = None,
+) -> None:
+    """Refuse a checkpoint that exceeds the quota; ``replaced`` is the place of one that it replaces."""
+    user = users.get_user(c, user_id)
+    allowed = default if user is None or user.max_stored_bytes is None else user.max_stored_bytes
+    if not allowed:
+        return
+    used = stored_bytes(c, user_id)
+    old = checkpoints.find(c, *replaced) if replaced else None
+    if used - (old.size_bytes if old else 0) + num_bytes > allowed:
+        raise QuotaExceeded(
+            f"the quota max_stored_bytes allows you {allowed} bytes of checkpoints; {used} bytes are used, and this one"
+            f" takes {num_bytes if num_bytes > 1 else 'some'} more: delete checkpoints, give them a"
+            " lifetime, or ask the operator for more"
+        )
