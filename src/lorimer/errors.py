@@ -9,6 +9,7 @@
     ├── Unauthorized        no credential, or one that is not known or was revoked
     ├── Forbidden           a known caller who may not do this
     ├── Gone                something that was there and has ended or expired
+    │   └── UnknownFuture   a future that the caller does not have; it may have been there
     ├── Busy                a full queue; the same request is accepted later
     ├── StorageError        the database or the data directory cannot be used; nothing was changed
     ├── ModelRefused        a base model that cannot be served, with the reason
@@ -56,6 +57,10 @@ class Forbidden(LorimerError):
 
 class Gone(LorimerError):
     """What the input names has ended or expired."""
+
+
+class UnknownFuture(Gone):
+    """The input names a future that is not the caller's, or was never there."""
 
 
 class Busy(LorimerError):

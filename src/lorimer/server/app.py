@@ -33,6 +33,9 @@ from lorimer.server.upkeep import Periodic
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 
+GUESSES_SECONDS = 20.0
+"""Failed lookups of so many seconds are answered in one burst."""
+
 
 class InUse(StorageError):
     """Another server has the data directory or the database."""
@@ -111,6 +114,7 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         incoming_bytes=SharedLimit(settings.max_incoming_bytes),
         requests=SharedLimit(settings.max_concurrent_requests),
         rates=TokenBuckets(BURST_SECONDS),
+        failed_lookups=TokenBuckets(GUESSES_SECONDS),
     )
 
 

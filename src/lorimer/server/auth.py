@@ -51,7 +51,7 @@ class Authentication:
             try:
                 identity = await context.credentials.identify(credential_of(headers))
             except Unauthorized as error:
-                response = error_response(scope, 401, "unauthorized", str(error))
+                response = context.refuse_guess(scope) or error_response(scope, 401, "unauthorized", str(error))
                 await response(scope, receive, send)
                 return
             state["user"], state["key"] = identity.user, identity.key

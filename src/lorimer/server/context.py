@@ -5,17 +5,21 @@ heartbeats, which are written together, and remembers whether the server is abou
 """
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
 
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
 from lorimer.server.buckets import TokenBuckets
 from lorimer.server.credentials import Credentials
+from lorimer.server.errors import error_response
 from lorimer.server.metrics import Metrics
 from lorimer.server.presence import Presence
 from lorimer.server.settings import Settings
@@ -46,6 +50,8 @@ class Context:
     """Those of users that are held, polls among them."""
     rates: TokenBuckets
     """Requests by user, against the quota ``requests_per_second``."""
+    failed_lookups: TokenBuckets
+    """By user, or by address where nobody has shown a key."""
     url: str = ""
     """Where the server listens; empty while it does not."""
     started_at: float = field(default_factory=time.monotonic)
@@ -72,6 +78,22 @@ class Context:
         """End the wait of every held request: its client asks again once the server is back."""
         for waiting in self.held:
             waiting.cancel()
+
+    def refuse_guess(self, scope: Scope) -> Response | None:
+        """Count a lookup that found nothing; the answer to it if its caller makes too many.
+
+        Only lookups that fail are counted and refused: whoever has valid ids and keys does not notice others' guesses.
+        """
+        state, rate = scope["state"], self.settings.failed_lookups_per_second
+        caller = f"user {state['user'].user_id}" if state["user"] else f"address {state['address']}"
+        wait = self.failed_lookups.take(caller, rate) if rate else 0.0
+        if not wait:
+            return None
+        detail = (
+            f"too many of your requests name things that are not there or show wrong keys; {rate:g} of them are"
+            " answered each second (failed_lookups_per_second)"
+        )
+        return error_response(scope, 429, "too_many_failures", detail, {"retry-after": str(math.ceil(wait))})
 
     async def flush(self) -> None:
         """Write the heartbeats and uses of keys since the last time."""

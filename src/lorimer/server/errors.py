@@ -39,6 +39,8 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.EngineError: (500, "engine_error"),
     errors.LorimerError: (500, "internal_error"),
 }
+FAILED_LOOKUPS = (errors.NotFound, errors.UnknownFuture, errors.Unauthorized, errors.Forbidden)
+"""What somebody meets who guesses ids, tokens and signatures."""
 RETRY_AFTER = {429: "1", 503: "5"}
 FULL_QUOTA = {"retry-after": "60", "x-should-retry": "false"}
 """Of an answer that stays the same until the user has deleted something: an SDK raises it."""
@@ -98,6 +100,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     status, code = status_of(error)
     if status >= 500 and not isinstance(error, Refusal):
         logger.error("%s", code, exc_info=error, extra={"request_id": request.scope["state"].get("request_id", "")})
+    if isinstance(error, FAILED_LOOKUPS) and (refused := request.app.state.context.refuse_guess(request.scope)):
+        answer: Response = refused
+        return answer
     request.scope["state"]["param"] = getattr(error, "param", None)
     quota = FULL_QUOTA if isinstance(error, errors.QuotaExceeded) else None
     headers = error.headers if isinstance(error, Refusal) else quota

@@ -61,9 +61,9 @@ class Guard:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: Context = scope["app"].state.context
         request_id = secrets.token_hex(8)
-        scope["state"] = {"request_id": request_id, "user": None, "key": None}
-        start, status = time.perf_counter(), 0
         address = self._callers.address_of(scope)
+        scope["state"] = {"request_id": request_id, "user": None, "key": None, "address": address}
+        start, status = time.perf_counter(), 0
 
         async def send_guarded(message: Message) -> None:
             nonlocal status

@@ -140,6 +140,14 @@ class Settings:
             0,
         ),
     ] = 0.0
+    failed_lookups_per_second: Annotated[
+        float,
+        Meaning(
+            "Lookups per second of ids that the caller does not have, by user, and of wrong keys, by address; those of"
+            " twenty seconds in one burst, more are answered 429, and valid ids and keys never; 0 is no limit.",
+            0,
+        ),
+    ] = 10.0
     max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
         LIMITS.max_open_operations
     )

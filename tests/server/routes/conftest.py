@@ -212,6 +212,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory, model_directory) -> A
         num_threads=1,
         dtype="float32",
         poll_seconds=20.0,
+        failed_lookups_per_second=0,
     )
     app = create_app(settings)
     async with app.router.lifespan_context(app):

@@ -11,7 +11,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from starlette.requests import Request
 
-from lorimer.errors import Gone, InvalidInput, NotFound
+from lorimer.errors import Gone, InvalidInput, NotFound, UnknownFuture
 from lorimer.server.context import context_of, user_of
 from lorimer.store import checkpoints, runs, samplers, sessions
 from lorimer.store.checkpoints import Checkpoint
@@ -84,7 +84,7 @@ async def check_future(request: Request, request_id: str) -> None:
     """Check that the caller has a future of this id; `Gone` otherwise, so that clients submit again."""
     owner = await context_of(request).scheduler.owner_of(request_id) if is_id(request_id) else None
     if owner != user_of(request).user_id:
-        raise lost_future(request_id)
+        raise UnknownFuture(str(lost_future(request_id)))
 
 
 def lost_future(request_id: str) -> Gone:
