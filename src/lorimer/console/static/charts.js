@@ -4,9 +4,18 @@
 import uPlot from "./vendor/uPlot.esm.js";
 import { h, short, span, svg } from "./dom.js";
 import { smooth } from "./run_metrics.js";
+import * as scales from "./scales.js";
 
 export const NUM_COLOURS = 8;
 const HEIGHT = 190;
+/** The least that an axis x shows: one step, or so many seconds. */
+const MIN_SPANS = { step: 1, elapsed: 1e-3, clock: 0.1 };
+/** What it shows on both sides of a single point. */
+const ROOM = { step: 1, elapsed: 30, clock: 30 };
+const X_SPACE = 56; // pixels between two labels
+const Y_SPACE = 32;
+const Y_SIZE = 54; // pixels for the labels beside the axis
+const CHAR_WIDTH = 6.5;
 
 /** The colour of the nth run, as a variable for styles. */
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
@@ -94,8 +103,10 @@ export class MetricChart {
 
   /** What a test, or somebody who cannot see the chart, can know of it. */
   describe() {
-    const counts = this.lines.map((line) => line.columns[1].filter((value) => value !== null).length);
-    const last = this.lines.map((line) => short(lastOf(line.columns[1])));
+    const finite = this.lines.map((line) => line.columns[1].filter((value) => value !== null));
+    const counts = finite.map((values) => values.length);
+    this.extraDigits = extraDigitsOf(finite.flat());
+    const last = this.lines.map((line) => short(lastOf(line.columns[1]), this.extraDigits));
     this.element.dataset.points = counts.join(" ");
     this.element.dataset.last = this.lines.map((line) => lastOf(line.columns[1]) ?? "").join(" ");
     this.canvas.setAttribute(
@@ -107,7 +118,7 @@ export class MetricChart {
   /** uPlot's columns: the raw lines, and behind them, when smoothed, the smoothed ones. */
   data() {
     const { isLog, smoothing } = this.options;
-    const usable = (values) => (isLog ? values.map((value) => (value > 0 ? value : null)) : values);
+    const usable = (values) => values.map((value) => drawable(value, isLog));
     const tables = this.lines.flatMap(({ columns: [xs, ys], sample }) => [
       [xs, usable(ys)],
       ...(smoothing ? [[sample[0], usable(smooth(sample[1], smoothing))]] : []),
@@ -138,12 +149,8 @@ export class MetricChart {
       grid: { stroke: line, width: 1 },
       ticks: { stroke: line, width: 1, size: 4 },
     };
-    const xValues = {
-      step: (_, splits) => splits.map((x) => (Number.isInteger(x) ? short(x) : "")),
-      elapsed: (_, splits) => splits.map((x) => (x ? span(x) : "0")),
-    }[axis];
     return {
-      padding: [8, 18, 0, 0],
+      padding: [8, 18, 0, (plot) => (plot.scales.y.min == null ? 18 : 0)], // the first label below, without axis y
       legend: { show: false },
       cursor: {
         sync: { key: "metrics", scales: ["x", null] },
@@ -151,16 +158,13 @@ export class MetricChart {
         points: { size: 7 },
         drag: { x: true, y: false, setScale: true },
       },
-      scales: { x: { time: axis === "clock" }, y: { distr: isLog ? 3 : 1 } },
+      scales: {
+        x: { time: axis === "clock", range: (plot, low, high) => xRange(plot.data[0], low, high, axis) },
+        y: { distr: isLog ? 3 : 1, range: (_, low, high) => yRange(low, high, isLog) },
+      },
       axes: [
-        { ...axisLook, size: 26, gap: 3, space: 64, ...(xValues ? { values: xValues } : {}) },
-        {
-          ...axisLook,
-          size: 54,
-          gap: 4,
-          space: 32,
-          values: (_, splits) => splits.map((y) => (y === null ? "" : short(y))),
-        },
+        { ...axisLook, size: 26, gap: 3, space: X_SPACE, ...xTicks(axis) },
+        { ...axisLook, size: ySize, gap: 4, space: Y_SPACE, ...yTicks(isLog) },
       ],
       series: [{}, ...this.lines.flatMap((one) => strokes(one, smoothing))],
       hooks: {
@@ -214,14 +218,13 @@ export class MetricChart {
   /** The values under the cursor, or the last ones. */
   showValues(index) {
     const hasCursor = index !== null && index !== undefined && this.plot;
-    const per = this.options?.smoothing ? 2 : 1;
-    const nodes = this.lines.map((line, i) => {
-      const value = hasCursor ? nearest(this.plot.data[1 + i * per], index) : lastOf(line.columns[1]);
-      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), short(value));
+    const x = hasCursor ? this.plot.data[0][index] : undefined;
+    const nodes = this.lines.map((line) => {
+      const value = x === undefined ? lastOf(line.columns[1]) : valueAt(line.columns, x);
+      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), short(value, this.extraDigits));
       node.firstChild.style.background = colour(line.colour);
       return node;
     });
-    const x = hasCursor ? this.plot.data[0][index] : undefined;
     const gap = x === undefined ? this.firstGap() : undefined;
     const notes = [
       x !== undefined && this.place(x),
@@ -235,11 +238,21 @@ export class MetricChart {
 function strokes(line, smoothing) {
   const stroke = computed(`--c${line.colour % NUM_COLOURS}`);
   const dash = line.colour >= NUM_COLOURS ? [6, 4] : undefined;
-  if (!smoothing) return [{ stroke, width: 1.75, dash }];
+  if (!smoothing) return [{ stroke, width: 1.75, dash, points: { filter: isolated } }];
   return [
     { stroke: faint(stroke), width: 1, points: { show: false } },
     { stroke, width: 2, dash, points: { show: false } },
   ];
+}
+
+/** Of points that are too dense to be marked, those without a neighbour to draw a line to. */
+function isolated(plot, series, isMarked) {
+  if (isMarked) return null;
+  const values = plot.data[series];
+  // A value is undefined where only another run has a point.
+  const here = [...values.keys()].filter((i) => values[i] !== undefined);
+  const isGap = (i) => values[i] === null || values[i] === undefined;
+  return here.filter((i, n) => values[i] !== null && isGap(here[n - 1]) && isGap(here[n + 1]));
 }
 
 function sameLines(a, b) {
@@ -251,10 +264,73 @@ function lastOf(values) {
   return null;
 }
 
-/** The value at an index, or the last before it: another run may have no point there. */
-function nearest(values, index) {
-  for (let i = index; values && i >= 0; i--) if (values[i] !== undefined) return values[i];
-  return null;
+/** The value at a place of the axis, or the last before it: another run may have no point there. */
+function valueAt([xs, ys], x) {
+  let [first, end] = [0, xs.length];
+  while (first < end) {
+    const middle = (first + end) >> 1;
+    if (xs[middle] <= x) first = middle + 1;
+    else end = middle;
+  }
+  return first ? ys[first - 1] : null;
+}
+
+function extraDigitsOf(values) {
+  if (!values.length) return 0;
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  return scales.extraDigits(clamp(low), clamp(high));
+}
+
+// ── axes ────────────────────────────────────────────────────────────────────────────────────────────
+
+const clamp = (value) => Math.min(Math.max(value, -scales.MAX_DRAWN), scales.MAX_DRAWN);
+
+/** A value where it can be drawn; gaps stay, and a logarithmic axis has no place for what is not above zero. */
+function drawable(value, isLog) {
+  if (value === null || value === undefined) return value;
+  if (!isLog) return clamp(value);
+  return value > 0 ? clamp(Math.max(value, scales.MIN_DRAWN)) : null;
+}
+
+function xRange(xs, low, high, axis) {
+  if (low === null) return [null, null];
+  if (xs.length === 1) return [Math.max(0, xs[0] - ROOM[axis]), xs[0] + ROOM[axis]];
+  return scales.widened(low, high, MIN_SPANS[axis]);
+}
+
+function yRange(low, high, isLog) {
+  if (low === null) return [null, null];
+  return isLog ? scales.logRange(low, high) : scales.linearRange(low, high);
+}
+
+/** An axis of uPlot whose ticks and labels are made here. It wants increments too, and refuses an axis without one. */
+function ticksOf(make, label) {
+  return {
+    incrs: (_plot, _axis, low, high) => [Math.max(5, high - low)],
+    splits: (plot, axis, low, high) => {
+      const { width, height } = plot.bbox;
+      const pixels = (axis ? height : width) / uPlot.pxRatio;
+      return make(low, high, pixels / (axis ? Y_SPACE : X_SPACE));
+    },
+    filter: (_, ticks) => ticks,
+    values: (_, ticks) => (ticks.length ? label(ticks) : []),
+  };
+}
+
+function xTicks(axis) {
+  if (axis === "clock") return {};
+  if (axis === "elapsed") return ticksOf(scales.durationTicks, scales.durationLabels);
+  return ticksOf((low, high, count) => scales.linearTicks(low, high, count, 1), scales.linearLabels);
+}
+
+function yTicks(isLog) {
+  return isLog ? ticksOf(scales.logTicks, scales.logLabels) : ticksOf(scales.linearTicks, scales.linearLabels);
+}
+
+/** The pixels that the labels of axis y need. */
+function ySize(_, labels) {
+  return Math.max(Y_SIZE, 12 + CHAR_WIDTH * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
 /** A small line without axes; newest at the right. */

@@ -269,14 +269,14 @@ export function quotaLine(quotas) {
   );
 }
 
-/** A number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7. */
-export function short(value) {
+/** A number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7; with `extra` so many digits more. */
+export function short(value, extra = 0) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e9 || (size > 0 && size < 1e-4)) return value.toExponential(2);
-  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
-  if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
-  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
+  if (size >= 1e9 || (size > 0 && size < 1e-4)) return value.toExponential(2 + extra);
+  if (size >= 1e6) return `${(value / 1e6).toPrecision(3 + extra)}M`;
+  if (size >= 1e4) return `${(value / 1e3).toPrecision(3 + extra)}k`;
+  return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4 + extra)));
 }
 
 // ── notes and dialogs ───────────────────────────────────────────────────────────────────────────────
