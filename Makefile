@@ -1,12 +1,13 @@
-# Every target makes .venv when it is missing, and installs into it again when pyproject.toml has changed.
+# Every target makes .venv when it is missing, and installs into it again when pyproject.toml or the lock file has changed.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := lorimer/types/tinker.proto
+LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow conformance-old cookbook-official faults check format proto bench clean
+.PHONY: help demo serve test test-slow conformance-old cookbook-official faults check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -54,6 +55,24 @@ proto: ## Generate the protobuf messages from their description
 			"# ruff: noqa" "# fmt: off" "# mypy: ignore-errors" | cat - $$file > $$file.new && mv $$file.new $$file || exit 1; \
 	done
 
+# One lock for every platform and Python from 3.11 on: where releases differ, lines have markers. torch is left out with the
+# packages of its accelerators (docs/dependencies.md). hatchling builds our own package.
+UNLOCKED := torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-, \
+	cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 \
+	nvjitlink nvshmem-cu13 nvtx)
+lock: ## Write requirements.lock anew: the newest releases that pyproject.toml allows, with their hashes
+	"$(PYTHON)" -m venv build/lock
+	build/lock/bin/python -m pip install --disable-pip-version-check "uv==0.13.7"
+	sed -n 's/^requires = \["\(.*\)"\]/\1/p' pyproject.toml | build/lock/bin/uv pip compile --quiet --no-config --upgrade \
+		--universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" \
+		$(UNLOCKED:%=--no-emit-package %) --extra server --extra cookbook --extra dev \
+		--output-file $(LOCK) pyproject.toml - > /dev/null
+
+sbom: $(INSTALLED) ## List what is installed, and what is bundled, in build/sbom.json (CycloneDX)
+	"$(PYTHON)" -m venv build/sbom
+	build/sbom/bin/python -m pip install --disable-pip-version-check "cyclonedx-bom==7.5.0"
+	build/sbom/bin/python tools/sbom.py $(BIN)/python build/sbom.json
+
 bench: $(INSTALLED) ## Measure the engine against transformers and PEFT, and a server under load
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench --service
@@ -62,14 +81,16 @@ clean: ## Remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find src tests tools bench -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# torch is installed alone first: the version is then settled when pip resolves everything that depends on it.
-$(INSTALLED): pyproject.toml
+# The lock holds everything but torch, whose wheel differs by platform, so torch finds what it needs and adds the rest.
+$(INSTALLED): pyproject.toml $(LOCK)
 	@command -v "$(PYTHON)" > /dev/null || { \
 		echo "make: no $(PYTHON) found; Lorimer needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "make: $(PYTHON) is $$("$(PYTHON)" --version 2>&1); Lorimer needs Python 3.11 or newer:" \
 			"make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --require-hashes --no-deps --only-binary :all: \
+		--requirement $(LOCK) || { echo "make: docs/dependencies.md says how to install without the lock file" >&2; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[server,cookbook,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -140,7 +140,7 @@ def test_make_refuses_an_old_python(tmp_path):
     old = tmp_path / "python3"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1\nexit 1\n', "utf-8")
     old.chmod(0o755)
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     run = make(f"PYTHON={old}", "demo", folder=tmp_path)
     assert run.returncode != 0

@@ -241,7 +241,7 @@ function strokes(line, smoothing) {
   if (!smoothing) return [{ stroke, width: 1.75, dash, points: { filter: isolated } }];
   return [
     { stroke: faint(stroke), width: 1, points: { show: false } },
-    { stroke, width: 2, dash, points: { show: false } },
+    { stroke, width: 2, dash, points: { show: false, filter: isolated } },
   ];
 }
 
