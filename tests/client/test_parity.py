@@ -1,7 +1,13 @@
-"""The surface of the official SDK, compared with ours by inspection: names, parameters, defaults, kinds."""
+"""The surface of the official SDK compared with ours: names, members, parameters, defaults and kinds.
+
+``official_surface.json`` has every release that is served and not the newest alone: programs written for earlier ones
+call what it has dropped. ``tools/official_surface.py`` writes it. The installed release is inspected as well.
+"""
 
 import dataclasses
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import tinker
@@ -9,6 +15,22 @@ from tinker.lib import retry_handler
 from tinker.lib.public_interfaces import api_future
 
 import lorimer
+from lorimer import types
+
+SURFACE = json.loads((Path(__file__).parent / "official_surface.json").read_text("utf-8"))
+"""Owner, member, and a list of signature, first and last release; ``""`` is the package."""
+INTERNAL = {
+    "SidecarError",
+    "SidecarDiedError",
+    "SidecarIPCError",
+    "SidecarStartupError",
+    "SamplingClient.feature_gates",
+    "SamplingClient.on_queue_state_change",
+    "SamplingClient.retry_handler",
+    "TrainingClient.on_queue_state_change",
+    "TrainingClient.save_weights_and_get_sampling_client_submit",
+}
+"""The official SDK's own machinery; docs/compatibility.md names each."""
 
 CLASSES = ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient", "APIFuture", "LossHandle"]
 NOT_OURS = {
@@ -16,10 +38,98 @@ NOT_OURS = {
 }
 
 
-def test_every_public_name_is_here():
-    missing = [name for name in tinker.__all__ if not hasattr(lorimer, name)]
-    assert missing == []
-    assert set(tinker.__all__) <= set(lorimer.__all__)
+def test_programs_of_every_release_find_what_they_call(service, trainer):
+    """Compare each member of each release: it is here, of the same kind, and takes every call it took there."""
+    clients = {
+        "ServiceClient": service,
+        "TrainingClient": trainer,
+        "SamplingClient": service.create_sampling_client(base_model="lorimer/debug"),
+        "RestClient": service.create_rest_client(),
+    }
+    problems = [
+        f"{owner or 'tinker'}.{member} of {first} to {last}: {problem}"
+        for owner, members in SURFACE.items()
+        for member, spans in members.items()
+        if f"{owner}.{member}".removeprefix(".") not in INTERNAL
+        for signature, first, last in spans
+        if (problem := difference(owner, member, signature, last, clients))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_members_that_are_left_out_are_documented():
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text("utf-8")
+    assert [name for name in INTERNAL if f"`{name.rpartition('.')[2]}`" not in page and f"`{name}`" not in page] == []
+    known = {f"{owner}.{member}".removeprefix(".") for owner, members in SURFACE.items() for member in members}
+    assert known >= INTERNAL
+
+
+def test_record_is_of_the_installed_release():
+    assert set(tinker.__all__) == {name for name, spans in SURFACE[""].items() if spans[-1][2] == tinker.__version__}
+    for name in CLASSES:
+        recorded = {member for member, spans in SURFACE[name].items() if spans[-1][2] == tinker.__version__}
+        if "__init__" in recorded:
+            recorded.update(parameters_of(SURFACE[name]["__init__"][-1][0]))  # a dataclass's fields
+        assert {member for member in dir(getattr(tinker, name)) if not member.startswith("_")} <= recorded, name
+
+
+def difference(owner: str, member: str, signature: str, last: str, clients: dict) -> str | None:
+    """What a program would stumble over; ``None`` if nothing."""
+    if owner in ("", "types"):
+        module = types if owner else lorimer
+        return None if hasattr(module, member) and member in module.__all__ else "not exported"
+    home = getattr(types, owner) if owner in SURFACE["types"] else getattr(lorimer, owner)
+    if signature in ("attribute", "property", "value"):
+        return None if hasattr(clients.get(owner, home), member) or member in fields_of(home) else "not there"
+    kind, _, _ = signature.partition("(")
+    try:
+        ours = home if kind == "fields" else inspect.getattr_static(home, member)
+    except AttributeError:
+        return f"not there: {signature}"
+    if kind in ("static", "class") and not isinstance(ours, {"static": staticmethod, "class": classmethod}[kind]):
+        return f"no {kind}method"
+    ours = getattr(ours, "__func__", ours)
+    if kind == "async" and not is_coroutine(ours):
+        return "not a coroutine function"
+    mine = inspect.signature(ours).parameters
+    if kind not in ("static", "fields"):
+        mine = dict(list(mine.items())[1:])
+    theirs = parameters_of(signature)
+    newest, _, newest_release = SURFACE[owner][member][-1]
+    if newest_release == tinker.__version__ != last and call_difference(theirs, parameters_of(newest)):
+        return None  # the newest official release does not take the call either
+    return call_difference(theirs, mine, compare_defaults=last == tinker.__version__ and kind != "fields")
+
+
+def parameters_of(signature: str):
+    return inspect.signature(eval(f"lambda {signature.partition('(')[2].removesuffix(')')}: 0")).parameters
+
+
+def fields_of(kind: type) -> set[str]:
+    return {*getattr(kind, "model_fields", ()), *getattr(kind, "__dataclass_fields__", ())}
+
+
+def call_difference(theirs, mine, *, compare_defaults: bool = False) -> str | None:
+    """Whether a call that their parameters take is not taken by mine."""
+    positions = [name for name, one in mine.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    for index, (name, parameter) in enumerate(theirs.items()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if parameter.kind not in {one.kind for one in mine.values()}:
+                return f"takes no {parameter}"
+        elif name not in mine:
+            return f"takes no {name!r}"
+        elif parameter.kind is not parameter.KEYWORD_ONLY and positions[index : index + 1] != [name]:
+            return f"{name!r} is not parameter {index}"
+        elif parameter.default is not parameter.empty and mine[name].default is parameter.empty:
+            return f"{name!r} is required"
+        elif compare_defaults and parameter.default not in (..., mine[name].default):
+            return f"{name!r} is {mine[name].default!r}, not {parameter.default!r}"
+    extra = [
+        name
+        for name, one in mine.items()
+        if name not in theirs and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    return f"needs {extra}" if extra else None
 
 
 def members(name: str) -> list[str]:

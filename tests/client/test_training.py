@@ -1,6 +1,11 @@
 """The training client against a real server: values, order, chunks, custom losses, saving and loading."""
 
+import asyncio
+import io
+import tarfile
 import threading
+import urllib.request
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -180,6 +185,30 @@ def test_result_can_be_asked_for_with_a_timeout_and_again(trainer):
     with pytest.raises(TimeoutError):
         future.result(timeout=0)
     assert future.result().loss == future.result().loss
+
+
+def test_archive_of_a_checkpoint_is_downloaded_as_official_releases_up_to_035_do(service, trainer):
+    path = trainer.save_weights_for_sampler("archived").result().path
+    rest = service.create_rest_client()
+    parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+    answers = [
+        rest.get_checkpoint_archive_url_from_tinker_path(path).result(),
+        rest.get_checkpoint_archive_url(parsed.training_run_id, parsed.checkpoint_id).result(),
+        asyncio.run(rest.get_checkpoint_archive_url_from_tinker_path_async(path)),
+        asyncio.run(rest.get_checkpoint_archive_url_async(parsed.training_run_id, parsed.checkpoint_id)),
+    ]
+    for answer in answers:
+        assert isinstance(answer, types.CheckpointArchiveUrlResponse)
+        assert answer.expires > datetime.now(UTC)
+        with (
+            urllib.request.urlopen(answer.url, timeout=30) as downloaded,
+            tarfile.open(fileobj=io.BytesIO(downloaded.read())) as archive,
+        ):
+            assert {"adapter_model.safetensors", "adapter_config.json"} <= set(archive.getnames())
+    with pytest.raises(lorimer.NotFoundError):
+        rest.get_checkpoint_archive_url(parsed.training_run_id, "sampler_weights/none").result()
+    with pytest.raises(ValueError, match="'tinker://nothing'"):
+        rest.get_checkpoint_archive_url_from_tinker_path("tinker://nothing")
 
 
 def test_external_weights_and_sampler_checkpoints(service, trainer):

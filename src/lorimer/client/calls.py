@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+import httpx2
 from pydantic import BaseModel
 
 from lorimer import __version__
@@ -64,11 +65,12 @@ class Caller:
         *,
         query: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Any:
+        **options: Any,
+    ) -> httpx2.Response:
         given = {key: value for key, value in (query or {}).items() if value is not None}
         address = f"/api/v1{path}" + (f"?{urlencode(given)}" if given else "")
         sent = {"x-sdk-version": f"lorimer {__version__}", "x-sdk-method": name, **(headers or {})}
-        return await self._connection.transport.call(method, address, body, headers=sent)
+        return await self._connection.transport.call(method, address, body, headers=sent, **options)
 
     async def _wait(self, future: "Future[T]") -> T:
         return await asyncio.wrap_future(future)

@@ -8,6 +8,8 @@ import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Literal
 
 from lorimer import types
@@ -16,11 +18,13 @@ from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import read_metrics
 from lorimer.client.tokens import claims_of
+from lorimer.client.transport import parse
 from lorimer.types.metrics import RunMetricsResponse
 
 AccessScope = Literal["owned", "accessible"]
 
 TRACE_POLL_SECONDS = 5.0
+ARCHIVE_LIFETIME = timedelta(minutes=15)
 
 
 def _checkpoint_path(tinker_path: str) -> str:
@@ -171,6 +175,40 @@ class RestClient(AdminClient):
 
     async def get_external_weights_urls_async(self, tinker_path: str) -> types.ExternalWeightsUrlsResponse:
         return await self._wait(self.get_external_weights_urls(tinker_path))
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: types.ModelID, checkpoint_id: str
+    ) -> "Future[types.CheckpointArchiveUrlResponse]":
+        """Where one archive of a checkpoint's adapter is downloaded from, as in official releases up to 0.35."""
+        path = f"/training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
+        return self._connection.loop.run(self._archive_url("get_checkpoint_archive_url", path))
+
+    async def get_checkpoint_archive_url_async(
+        self, training_run_id: types.ModelID, checkpoint_id: str
+    ) -> types.CheckpointArchiveUrlResponse:
+        return await self._wait(self.get_checkpoint_archive_url(training_run_id, checkpoint_id))
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str
+    ) -> "Future[types.CheckpointArchiveUrlResponse]":
+        path = _checkpoint_path(tinker_path)
+        return self._connection.loop.run(self._archive_url("get_checkpoint_archive_url_from_tinker_path", path))
+
+    async def get_checkpoint_archive_url_from_tinker_path_async(
+        self, tinker_path: str
+    ) -> types.CheckpointArchiveUrlResponse:
+        return await self._wait(self.get_checkpoint_archive_url_from_tinker_path(tinker_path))
+
+    async def _archive_url(self, name: str, checkpoint: str) -> types.CheckpointArchiveUrlResponse:
+        answer = await self._send(name, "GET", f"{checkpoint}/archive", follow_redirects=False)
+        if not answer.has_redirect_location:
+            return parse(types.CheckpointArchiveUrlResponse, answer)
+        try:
+            expires = parsedate_to_datetime(answer.headers["expires"]).astimezone(UTC)
+        except (KeyError, ValueError):
+            # A server that says nothing else keeps an address for this long.
+            expires = datetime.now(UTC) + ARCHIVE_LIFETIME
+        return types.CheckpointArchiveUrlResponse(url=answer.headers["location"], expires=expires)
 
     def copy_weights(
         self,

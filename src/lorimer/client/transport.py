@@ -97,6 +97,7 @@ class Transport:
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        follow_redirects: bool = True,
     ) -> httpx2.Response:
         """The answer, whatever its status; raises only if there is none."""
         client = self._client or await self._open()
@@ -110,7 +111,7 @@ class Transport:
             extensions={"timeout": httpx2.Timeout(timeout, connect=CONNECT_SECONDS).as_dict()},
         )
         try:
-            response = await self._exchange(client, request)
+            response = await self._exchange(client, request, follow_redirects)
         except httpx2.TimeoutException as error:
             raise APITimeoutError(request) from error
         except (httpx2.HTTPError, OSError) as error:
@@ -124,15 +125,17 @@ class Transport:
             log.log(level, "%s", note)
         return response
 
-    async def _exchange(self, client: httpx2.AsyncClient, request: httpx2.Request) -> httpx2.Response:
+    async def _exchange(
+        self, client: httpx2.AsyncClient, request: httpx2.Request, follow_redirects: bool
+    ) -> httpx2.Response:
         """One request without what the client adds, which takes longer than the rest; redirects and proxies need it."""
         if self._wire is not None:
             response = await self._wire.handle_async_request(request)
             response.request = request
             await response.aread()
-            if not response.has_redirect_location:
+            if not (follow_redirects and response.has_redirect_location):
                 return response
-        return await client.send(request)
+        return await client.send(request, follow_redirects=follow_redirects)
 
     async def call(
         self,
@@ -144,6 +147,7 @@ class Transport:
         timeout: float = TIMEOUT_SECONDS,
         patience: float = PATIENCE_SECONDS,
         final: tuple[int, ...] = (),
+        follow_redirects: bool = True,
     ) -> httpx2.Response:
         """The answer of a successful request. Errors that may pass are waited out for ``patience`` seconds.
 
@@ -157,7 +161,11 @@ class Transport:
         backoff, since = Backoff(), time.monotonic()
         while True:
             try:
-                return succeeded(await self.send(method, path, content=content, headers=sent, timeout=timeout))
+                return succeeded(
+                    await self.send(
+                        method, path, content=content, headers=sent, timeout=timeout, follow_redirects=follow_redirects
+                    )
+                )
             except BillingError as error:
                 if patience == 0 or 402 in final or time.monotonic() - since > self.billing_seconds:
                     raise
