@@ -26,7 +26,7 @@ TRAINED = {
     TrainOn.ALL_ASSISTANT_MESSAGES: [2, 4, 6],
     TrainOn.ALL_MESSAGES: list(range(7)),
     TrainOn.ALL_TOKENS: list(range(7)),
-    TrainOn.USER_AND_SYSTEM: [0, 1, 3],
+    TrainOn.ALL_USER_AND_SYSTEM_MESSAGES: [0, 1, 3],
 }
 
 

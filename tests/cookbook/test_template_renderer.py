@@ -137,7 +137,7 @@ def test_all_messages_of_the_assistant_are_in_one_sequence(template):
 @pytest.mark.parametrize(
     ("train_on", "expected"),
     {
-        TrainOn.USER_AND_SYSTEM: "Answer briefly.<|im_end|>What is 2 + 3?<|im_end|>And 4 + 4?<|im_end|>",
+        TrainOn.ALL_USER_AND_SYSTEM_MESSAGES: "Answer briefly.<|im_end|>What is 2 + 3?<|im_end|>And 4 + 4?<|im_end|>",
         TrainOn.ALL_MESSAGES: "<|im_end|>".join([*(message["content"] for message in CHAT), ""]),
         TrainOn.LAST_ASSISTANT_TURN: "It is 8.<|im_end|>",
     }.items(),

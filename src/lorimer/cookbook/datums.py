@@ -51,6 +51,7 @@ def conversation_to_datum(
 ) -> Datum:
     """The one example of a conversation; what is beyond ``max_length`` tokens is cut off."""
     tokens, weights = renderer.build_supervised_example(messages, train_on, tools)
+    _check_trained([weights], train_on)
     datum = _datum_within(tokens, weights, max_length, reduction)
     if datum is None:
         raise TooLarge(
@@ -70,8 +71,15 @@ def conversation_to_datums(
 ) -> list[Datum]:
     """As many examples as the chat template needs; one with nothing to train on within ``max_length`` is left out."""
     examples = renderer.build_supervised_examples(messages, train_on, tools)
+    _check_trained([weights for _, weights in examples], train_on)
     datums = [_datum_within(tokens, weights, max_length, reduction) for tokens, weights in examples]
     return [datum for datum in datums if datum is not None]
+
+
+def _check_trained(weights: Sequence[ArrayLike], train_on: TrainOn) -> None:
+    """Refuse examples without any weight, which renderers of the official cookbook's formats give."""
+    if not any(np.any(one) for one in weights):
+        raise InvalidInput(f"no message is trained on with {str(train_on)!r}; at least one is needed")
 
 
 def _datum_within(tokens: ModelInput, weights: ArrayLike, max_length: int | None, reduction: Reduction) -> Datum | None:

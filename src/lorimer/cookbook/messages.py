@@ -110,7 +110,7 @@ class TrainOn(StrEnum):
     ALL_MESSAGES = "all_messages"
     """What every role says, without the marks that tell who speaks."""
     ALL_TOKENS = "all_tokens"
-    USER_AND_SYSTEM = "all_user_and_system_messages"
+    ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
     CUSTOMIZED = "customized"
     """The messages whose ``trainable`` is true; each message must have the field."""
 
@@ -127,6 +127,10 @@ class Termination(StrEnum):
     @property
     def is_clean(self) -> bool:
         return self is not Termination.MALFORMED
+
+    @property
+    def is_stop_sequence(self) -> bool:
+        return self is Termination.STOP_SEQUENCE
 
 
 def make_tool_call(name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> ToolCall:
@@ -194,7 +198,7 @@ def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]
             return [index for index in assistant if index > last_user]
         case TrainOn.ALL_ASSISTANT_MESSAGES:
             return assistant
-        case TrainOn.USER_AND_SYSTEM:
+        case TrainOn.ALL_USER_AND_SYSTEM_MESSAGES:
             return [index for index, role in enumerate(roles) if role in ("user", "system")]
         case TrainOn.CUSTOMIZED:
             missing = [index for index, message in enumerate(messages) if "trainable" not in message]

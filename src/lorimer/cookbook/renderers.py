@@ -1,8 +1,9 @@
 """Renderers: messages to tokens and back, for sampling and for training.
 
 ``TemplateRenderer`` speaks the chat template that comes with a tokenizer and so fits any chat model exactly;
-``TextRenderer`` writes plain dialogue for base models that have no template. A model that neither serves gets a
-renderer of its own by ``register_renderer``.
+``TextRenderer`` writes plain dialogue for base models that have no template. The names of the official cookbook that
+are in ``chat_formats.py`` give its tokens. A model that none of these serves gets a renderer of its own by
+``register_renderer``.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +14,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorimer import ModelInput
-from lorimer.cookbook.messages import Message, Termination, ToolSpec, TrainOn
+from lorimer.cookbook.chat_formats import Llama3Renderer, Qwen3Renderer, RoleColonRenderer
+from lorimer.cookbook.messages import (
+    ContentPart,
+    ImagePart,
+    Message,
+    Role,
+    Termination,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    ToolSpec,
+    TrainOn,
+    UnparsedToolCall,
+)
+from lorimer.cookbook.messages import text_of as get_text_content
 from lorimer.cookbook.template_renderer import TemplateRenderer
 from lorimer.cookbook.text_renderer import TextRenderer
 from lorimer.errors import InvalidInput, Unsupported
 
 __all__ = [
+    "ContentPart",
     "Example",
+    "ImagePart",
+    "Llama3Renderer",
+    "Message",
+    "ParseTermination",
+    "Qwen3Renderer",
     "Renderer",
+    "Role",
+    "RoleColonRenderer",
     "TemplateRenderer",
     "Termination",
+    "TextPart",
     "TextRenderer",
+    "ThinkingPart",
+    "ToolCall",
+    "ToolSpec",
     "TrainOn",
+    "TrainOnWhat",
+    "UnparsedToolCall",
     "get_renderer",
+    "get_text_content",
     "register_renderer",
 ]
+
+TrainOnWhat = TrainOn
+ParseTermination = Termination
+"""The names that programs of the official cookbook use."""
 
 Example = tuple[ModelInput, NDArray[np.float32]]
 """A sequence and the weight of each of its tokens."""
@@ -45,33 +79,33 @@ class Renderer(Protocol):
     def build_generation_prompt(
         self,
         messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolSpec] | None = None,
         role: str = "assistant",
         prefill: str | None = None,
+        *,
+        tools: Sequence[ToolSpec] | None = None,
     ) -> ModelInput:
         """What the model reads before it speaks as ``role``; ``prefill`` is how its message begins."""
 
     def build_supervised_example(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
         tools: Sequence[ToolSpec] | None = None,
     ) -> Example:
-        """One sequence with all that ``train_on`` asks for; refused where no single sequence has it."""
+        """One sequence with all that ``train_on_what`` asks for; refused where no single sequence has it."""
 
     def build_supervised_examples(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
         tools: Sequence[ToolSpec] | None = None,
     ) -> list[Example]:
-        """As few sequences as can be that together have all that ``train_on`` asks for, each message in one of them."""
+        """As few sequences as can be that have all that ``train_on_what`` asks for, each message in one of them."""
 
     def get_stop_sequences(self) -> list[int] | list[str]:
         """What ends a response; for ``SamplingParams.stop``."""
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, Termination]:
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
         """The message that was sampled, and how it ended."""
 
 
@@ -82,7 +116,15 @@ _FACTORIES: dict[str, Factory] = {
     "template": TemplateRenderer,
     "no_thinking": partial(TemplateRenderer, enable_thinking=False),
     "text": TextRenderer,
+    "role_colon": RoleColonRenderer,
+    "llama3": Llama3Renderer,
+    "qwen3": Qwen3Renderer,
+    "qwen3_disable_thinking": partial(Qwen3Renderer, thinking="off"),
+    "qwen3_instruct": partial(Qwen3Renderer, thinking="never"),
 }
+_TEXT_ONLY = ("text", "role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct")
+FAMILIES = ("qwen3_", "deepseekv", "glm5_", "kimi_", "nemotron3", "gpt_oss_", "tml_")
+"""How the other names of the official cookbook begin."""
 
 
 def register_renderer(name: str, factory: Factory) -> None:
@@ -92,17 +134,24 @@ def register_renderer(name: str, factory: Factory) -> None:
     _FACTORIES[name] = factory
 
 
-def get_renderer(name: str, tokenizer: Any, image_processor: Any = None) -> Renderer:
+def get_renderer(name: str, tokenizer: Any, image_processor: Any = None, model_name: str | None = None) -> Renderer:
     """The renderer of that name; ``auto`` is ``template`` if the tokenizer has a chat template, else ``text``.
 
-    With the ``image_processor`` of a model, or its whole processor, images can be trained on.
+    With the ``image_processor`` of a model, or its whole processor, images can be trained on. ``model_name`` is taken
+    because the official cookbook takes it; no renderer here needs it.
     """
     if name == "auto":
         name = "template" if getattr(tokenizer, "chat_template", None) else "text"
     if name not in _FACTORIES:
-        raise InvalidInput(f"there is no renderer {name!r}; accepted are auto, {', '.join(sorted(_FACTORIES))}")
+        accepted = f"accepted are auto, {', '.join(sorted(_FACTORIES))}"
+        if name.startswith(FAMILIES):
+            raise Unsupported(
+                f"the official cookbook's renderer {name!r} is not here; {accepted}, of which 'template' speaks the "
+                "chat template of the model's own tokenizer"
+            )
+        raise InvalidInput(f"there is no renderer {name!r}; {accepted}")
     if image_processor is None:
         return _FACTORIES[name](tokenizer)
-    if _FACTORIES[name] is TextRenderer:
-        raise Unsupported("the renderer 'text' has no form for images; one without an image_processor is accepted")
+    if name in _TEXT_ONLY:
+        raise Unsupported(f"the renderer {name!r} has no form for images; one without an image_processor is accepted")
     return _FACTORIES[name](tokenizer, image_processor=image_processor)

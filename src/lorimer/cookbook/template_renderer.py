@@ -76,10 +76,10 @@ class TemplateRenderer:
     def build_generation_prompt(
         self,
         messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolSpec] | None = None,
         role: str = "assistant",
         prefill: str | None = None,
+        *,
+        tools: Sequence[ToolSpec] | None = None,
     ) -> ModelInput:
         check_messages(messages)
         images = [image for _, image in self._images(messages)]
@@ -101,8 +101,8 @@ class TemplateRenderer:
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or eos in ids else [*ids, eos]
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, Termination]:
-        tokens = list(tokens)
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
+        tokens = list(response)
         stops = self.get_stop_sequences()
         end = next((index for index, token in enumerate(tokens) if token in stops), None)
         message = self.form.parse(self._decode(tokens[:end]))
@@ -116,28 +116,28 @@ class TemplateRenderer:
     def build_supervised_example(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
         tools: Sequence[ToolSpec] | None = None,
     ) -> tuple[ModelInput, NDArray[np.float32]]:
-        examples = self.build_supervised_examples(messages, train_on, tools)
+        examples = self.build_supervised_examples(messages, train_on_what, tools)
         if len(examples) > 1:
             raise InvalidInput(
                 f"the chat template of {self.tokenizer.name_or_path!r} rewrites earlier messages, so no sequence has "
-                f"all that {str(TrainOn(train_on))!r} trains on; build_supervised_examples gives {len(examples)} that "
-                "do, or train on 'last_assistant_message'"
+                f"all that {str(TrainOn(train_on_what))!r} trains on; build_supervised_examples gives {len(examples)} "
+                "that do, or train on 'last_assistant_message'"
             )
         return examples[0]
 
     def build_supervised_examples(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
         tools: Sequence[ToolSpec] | None = None,
     ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
         """Each sequence is the conversation up to the last message that is trained on in it."""
         check_messages(messages)
         images = self._images(messages)
-        train_on = TrainOn(train_on)
+        train_on = TrainOn(train_on_what)
         if train_on is TrainOn.ALL_TOKENS:
             text = self._render(messages, tools=tools)
             self._check_shown(messages, tools, text)

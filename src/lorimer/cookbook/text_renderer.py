@@ -38,10 +38,10 @@ class TextRenderer:
     def build_generation_prompt(
         self,
         messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolSpec] | None = None,
         role: str = "assistant",
         prefill: str | None = None,
+        *,
+        tools: Sequence[ToolSpec] | None = None,
     ) -> ModelInput:
         _check(messages, tools)
         tokens = self._beginning() + [
@@ -54,12 +54,13 @@ class TextRenderer:
     def build_supervised_example(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
         tools: Sequence[ToolSpec] | None = None,
     ) -> tuple[ModelInput, NDArray[np.float32]]:
         """A trained message is followed by ``User:`` where it is the last, so that the model learns to stop."""
         _check(messages, tools)
-        trained = set(trained_indices(messages, TrainOn(train_on)))
+        train_on = TrainOn(train_on_what)
+        trained = set(trained_indices(messages, train_on))
         if not trained:
             raise InvalidInput(f"no message is trained on with {str(train_on)!r}; at least one is needed")
         tokens = self._beginning()
@@ -80,16 +81,16 @@ class TextRenderer:
     def build_supervised_examples(
         self,
         messages: Sequence[Message],
-        train_on: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
         tools: Sequence[ToolSpec] | None = None,
     ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
-        return [self.build_supervised_example(messages, train_on, tools)]
+        return [self.build_supervised_example(messages, train_on_what, tools)]
 
     def get_stop_sequences(self) -> list[int] | list[str]:
         return [STOP]
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, Termination]:
-        tokens = list(tokens)
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
+        tokens = list(response)
         eos = self.tokenizer.eos_token_id
         ended = bool(tokens) and tokens[-1] == eos
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)

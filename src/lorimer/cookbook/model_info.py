@@ -1,0 +1,43 @@
+"""Which renderer fits a model, by the name that the model has at a hub; as the official cookbook recommends.
+
+A model that is not in the table, or that the official cookbook gives a renderer which is not here, gets ``auto``: the
+chat template of its own tokenizer.
+"""
+
+from lorimer.errors import InvalidInput
+
+AUTO = ("auto",)
+LLAMA3, ROLE_COLON, QWEN3_INSTRUCT = ("llama3",), ("role_colon",), ("qwen3_instruct",)
+QWEN3 = ("qwen3", "qwen3_disable_thinking")
+
+RENDERERS = {
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA3,
+    "meta-llama/Llama-3.3-70B-Instruct": LLAMA3,
+    "meta-llama/Llama-3.2-1B": ROLE_COLON,
+    "meta-llama/Llama-3.2-3B": ROLE_COLON,
+    "meta-llama/Llama-3.1-8B": ROLE_COLON,
+    "meta-llama/Llama-3.1-70B": ROLE_COLON,
+    "Qwen/Qwen3-8B-Base": ROLE_COLON,
+    "Qwen/Qwen3-30B-A3B-Base": ROLE_COLON,
+    "Qwen/Qwen3.5-9B-Base": ROLE_COLON,
+    "Qwen/Qwen3.5-35B-A3B-Base": ROLE_COLON,
+    "Qwen/Qwen3-8B": QWEN3,
+    "Qwen/Qwen3-32B": QWEN3,
+    "Qwen/Qwen3-30B-A3B": QWEN3,
+    "Qwen/Qwen3-4B-Instruct-2507": QWEN3_INSTRUCT,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": QWEN3_INSTRUCT,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": QWEN3_INSTRUCT,
+    "deepseek-ai/DeepSeek-V3.1-Base": ROLE_COLON,
+}
+"""Facts of ``tinker_cookbook.model_info`` 0.5.8; a test of ``make cookbook-official`` compares them."""
+
+
+def get_recommended_renderer_names(model_name: str) -> list[str]:
+    """The renderers made for a model, the best first; a colon and what follows, a checkpoint's name, is ignored."""
+    if not isinstance(model_name, str) or not model_name:
+        raise InvalidInput(f"the name of a model is {model_name!r}; a text such as 'Qwen/Qwen3-8B' is accepted")
+    return list(RENDERERS.get(model_name.partition(":")[0], AUTO))
+
+
+def get_recommended_renderer_name(model_name: str) -> str:
+    return get_recommended_renderer_names(model_name)[0]
