@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "cookbook" / "official_renders.json"
 BUNDLED = ROOT / "src" / "lorimer" / "engine" / "tiny"
 NAMES = ("role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct")
+NAMES += ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
 SPECIAL_MARKS = ["<|im_start|>", "<|im_end|>"]
 SPECIAL_MARKS += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -54,6 +55,7 @@ def call(name: str, arguments: str, **others: Any) -> dict[str, Any]:
 
 
 SUM = said("user", "What is 2 + 3?")
+PLANS = call("plan", '{"when": "noon", "days": [1, {"a": null}], "sure": true, "who": null, "text": "a\\n b "}')
 WEATHER = call("weather", '{"city": "Z\\u00fcrich", "days": 2}')
 CLOCK = call("clock", "{}", id="call-7")
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -120,7 +122,15 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         said("assistant", [thought("Done."), text("Rain at noon.")]),
     ],
     "ends with calls": [said("user", "Time?"), said("assistant", [thought("A tool.")], tool_calls=[CLOCK, WEATHER])],
-    "calls in words": [said("user", "Time?"), said("assistant", "I look.", tool_calls=[CLOCK])],
+    "calls in words": [said("user", "Time?"), said("assistant", "I look.", tool_calls=[CLOCK, PLANS])],
+    "thoughts with calls": [
+        said("user", "Time?"),
+        said("assistant", [thought(" A tool. "), text(" ")], tool_calls=[CLOCK]),
+        said("tool", "noon"),
+        said("tool", "rain"),
+        said("assistant", [text(" "), thought("So. "), text("\n Noon. "), text(" ")]),
+        said("user", "And?"),
+    ],
     "no calls": [said("user", "Time?"), said("assistant", "Noon.", tool_calls=[])],
 }
 WITHOUT_TOOLS = ("role_colon", "llama3")
@@ -153,6 +163,15 @@ RESPONSES = [
     '<think>\nTime.\n</think>\n\n<tool_call>{{"name": "clock", "arguments": {{"a": [1]}}, "id": "x"}}</tool_call>{end}',
     'I look.\n<tool_call>{{"name": "clock"}}</tool_call>\n<tool_call>[1]</tool_call><tool_call>{{</tool_call>{end}',
     '<tool_call>{{"name": "clock", "arguments": {{}}}}</tool_call><tool_call>{{"name": "we{end}',
+    "Two and three.\n</think>\n\n It is 5.{end}",
+    " a </think>b<think> c </think>d{end}",
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call>{end}",
+    "\n</think>\n\n<tool_call>\n<function=plan>\n<parameter=a>\n[1]\n</parameter>\n<parameter=b>\n x\ny \n</parameter>"
+    '\n</function>\n</tool_call><tool_call>{{"name": "clock", "arguments": {{}}}}</tool_call>{end}',
+    "<tool_call><function=plan>a<parameter=a>1</parameter></function></tool_call>{end}",
+    "<tool_call><function= ></function></tool_call>"
+    "<tool_call><function=a><parameter= >1</parameter></function></tool_call>"
+    "<tool_call><function=clock>\n</function>{end}",
     "It is 5.{eos}",
     "It is 5.\n\nUser: Thanks.\n\nUser: Bye.",
     "It is 5.\n\nUser:{eos}",

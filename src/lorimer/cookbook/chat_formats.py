@@ -108,8 +108,8 @@ class Qwen3Renderer(FormatRenderer):
         is_last_answer = message["role"] == "assistant" and place.is_last and message["content"]
         if self.is_told_not_to_think and is_last_answer and place.last_user < 0:
             raise InvalidInput(
-                f"message {place.index} answers no user; the chat template of Qwen3 then leaves out the empty block of "
-                "thoughts that every prompt without thinking ends with. A conversation with a user is accepted"
+                f"message {place.position} answers no user; the chat template of Qwen3 then leaves out the empty block "
+                "of thoughts that every prompt without thinking ends with. A conversation with a user is accepted"
             )
         text, is_begun = self._said(message, place)
         if message["role"] == "tool":
@@ -118,7 +118,7 @@ class Qwen3Renderer(FormatRenderer):
             text += ("\n" if is_begun else "") + "\n".join(map(_written_call, message["tool_calls"]))
         # Marks in what somebody says are no marks.
         said = self._encode(text, split_special_tokens=True)
-        return Written(header=self._encode(_header(message["role"], place)), output=[*said, self._end])
+        return Written(header=self._encode(header(message["role"], place)), output=[*said, self._end])
 
     def _said(self, message: Message, place: Place) -> tuple[str, bool]:
         """What a message says with its thoughts, and whether it says anything but an empty block of them."""
@@ -137,15 +137,13 @@ class Qwen3Renderer(FormatRenderer):
         return text, bool(text)
 
     def _prompt_header(self, role: str, place: Place) -> list[int]:
-        return self._encode(_header(role, place) + (_block("") if self.is_told_not_to_think else ""))
+        return self._encode(begin(role, place) + _block("") if self.is_told_not_to_think else header(role, place))
 
     def get_stop_sequences(self) -> list[int] | list[str]:
         return [self._end]
 
     def create_conversation_prefix_with_tools(self, tools: Sequence[Any], system_prompt: str = "") -> list[Message]:
-        functions = [
-            tool if tool.get("type") == "function" else {"type": "function", "function": tool} for tool in tools
-        ]
+        functions = [{"type": "function", "function": function_of(tool)} for tool in tools]
         text = TOOLS.format(lines="\n".join(map(json.dumps, functions))) if functions else ""
         return [{"role": "system", "content": f"{system_prompt}\n\n{text}" if system_prompt else text}]
 
@@ -167,8 +165,12 @@ class Qwen3Renderer(FormatRenderer):
         return message, termination
 
 
-def _header(role: str, place: Place) -> str:
-    return ("\n" if place.index else "") + f"<|im_start|>{'user' if role == 'tool' else role}\n"
+def header(role: str, place: Place) -> str:
+    return begin("user" if role == "tool" else role, place)
+
+
+def begin(role: str, place: Place) -> str:
+    return ("\n" if place.position else "") + f"<|im_start|>{role}\n"
 
 
 def _block(thought: str) -> str:
@@ -192,12 +194,21 @@ def _joined(content: Sequence[ContentPart], *, keeps_thoughts: bool, has_block: 
     return text
 
 
-def _written_call(call: Any) -> str:
-    """A call as Qwen3 has it, of a dictionary or of an object of the official cookbook."""
+def function_of(tool: Any) -> Any:
+    """The function of a tool, which the official cookbook has without anything around it."""
+    return tool["function"] if tool.get("type") == "function" else tool
+
+
+def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
+    """Of a call that is a dictionary or, in the official cookbook, an object."""
     if not isinstance(call, Mapping):
-        call = {"function": {"name": call.function.name, "arguments": call.function.arguments}}
-    payload = {"name": call["function"]["name"], "arguments": call_arguments(call)}  # type: ignore[arg-type]
-    return f"<tool_call>\n{json.dumps(payload)}\n</tool_call>"
+        call = make_tool_call(call.function.name, json.loads(call.function.arguments))
+    return call["function"]["name"], call_arguments(call)
+
+
+def _written_call(call: Any) -> str:
+    name, arguments = name_and_arguments(call)
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def _split(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedToolCall]]:

@@ -30,10 +30,12 @@ from lorimer.types import ModelInput
 class Place(NamedTuple):
     """Where a message stands in its conversation."""
 
-    index: int
+    position: int
     is_last: bool
     last_user: int
     """The index of the last message of a user; -1 if there is none."""
+    follows_tool: bool = False
+    precedes_tool: bool = False
 
 
 class Written(NamedTuple):
@@ -208,8 +210,21 @@ class FormatRenderer(ABC):
 
 
 def _places(messages: Sequence[Message]) -> list[tuple[Message, Place]]:
+    roles = [message["role"] for message in messages]
     last_user = _last_user(messages)
-    return [(message, Place(index, index == len(messages) - 1, last_user)) for index, message in enumerate(messages)]
+    return [
+        (
+            message,
+            Place(
+                index,
+                index == len(messages) - 1,
+                last_user,
+                follows_tool=roles[max(index - 1, 0) : index] == ["tool"],
+                precedes_tool=roles[index + 1 : index + 2] == ["tool"],
+            ),
+        )
+        for index, message in enumerate(messages)
+    ]
 
 
 def _last_user(messages: Sequence[Message]) -> int:
@@ -222,7 +237,7 @@ def _is_trained(message: Message, place: Place, train_on: TrainOn, turn: int) ->
         case TrainOn.LAST_ASSISTANT_MESSAGE:
             return place.is_last and role == "assistant"
         case TrainOn.LAST_ASSISTANT_TURN:
-            return role == "assistant" and place.index >= turn
+            return role == "assistant" and place.position >= turn
         case TrainOn.ALL_ASSISTANT_MESSAGES:
             return role == "assistant"
         case TrainOn.ALL_USER_AND_SYSTEM_MESSAGES:

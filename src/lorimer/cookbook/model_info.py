@@ -9,6 +9,7 @@ from lorimer.errors import InvalidInput
 AUTO = ("auto",)
 LLAMA3, ROLE_COLON, QWEN3_INSTRUCT = ("llama3",), ("role_colon",), ("qwen3_instruct",)
 QWEN3 = ("qwen3", "qwen3_disable_thinking")
+QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
 
 RENDERERS = {
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA3,
@@ -27,6 +28,13 @@ RENDERERS = {
     "Qwen/Qwen3-4B-Instruct-2507": QWEN3_INSTRUCT,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": QWEN3_INSTRUCT,
     "Qwen/Qwen3-235B-A22B-Instruct-2507": QWEN3_INSTRUCT,
+    "Qwen/Qwen3.5-4B": QWEN3_5,
+    "Qwen/Qwen3.5-9B": QWEN3_5,
+    "Qwen/Qwen3.5-27B": QWEN3_5,
+    "Qwen/Qwen3.5-35B-A3B": QWEN3_5,
+    "Qwen/Qwen3.5-397B-A17B": QWEN3_5,
+    "Qwen/Qwen3.6-27B": QWEN3_5,
+    "Qwen/Qwen3.6-35B-A3B": QWEN3_5,
     "deepseek-ai/DeepSeek-V3.1-Base": ROLE_COLON,
 }
 """Facts of ``tinker_cookbook.model_info`` 0.5.8; a test of ``make cookbook-official`` compares them."""

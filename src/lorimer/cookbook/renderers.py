@@ -29,6 +29,7 @@ from lorimer.cookbook.messages import (
     UnparsedToolCall,
 )
 from lorimer.cookbook.messages import text_of as get_text_content
+from lorimer.cookbook.qwen35_format import Qwen35Renderer
 from lorimer.cookbook.template_renderer import TemplateRenderer
 from lorimer.cookbook.text_renderer import TextRenderer
 from lorimer.errors import InvalidInput, Unsupported
@@ -41,6 +42,7 @@ __all__ = [
     "Message",
     "ParseTermination",
     "Qwen3Renderer",
+    "Qwen35Renderer",
     "Renderer",
     "Role",
     "RoleColonRenderer",
@@ -121,8 +123,11 @@ _FACTORIES: dict[str, Factory] = {
     "qwen3": Qwen3Renderer,
     "qwen3_disable_thinking": partial(Qwen3Renderer, thinking="off"),
     "qwen3_instruct": partial(Qwen3Renderer, thinking="never"),
+    "qwen3_5": Qwen35Renderer,
+    "qwen3_5_disable_thinking": partial(Qwen35Renderer, is_told_not_to_think=True),
+    "qwen3_5_preserve_thinking": partial(Qwen35Renderer, keeps_thoughts=True),
 }
-_TEXT_ONLY = ("text", "role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct")
+_TEXT_ONLY = tuple(name for name in _FACTORIES if name not in ("template", "no_thinking"))
 FAMILIES = ("qwen3_", "deepseekv", "glm5_", "kimi_", "nemotron3", "gpt_oss_", "tml_")
 """How the other names of the official cookbook begin."""
 
