@@ -36,17 +36,28 @@ class Supervisor:
         models: Sequence[str] = (MODEL,),
         log: Path | None = None,
         extra: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
         **settings: object,
     ) -> None:
-        """``extra`` are environment variables of the server."""
+        """``extra`` are environment variables of the server; ``prefix`` is a command that runs it."""
         self.data, self.port = data, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log or data.parent / f"{data.name}.log"
         self.exit_codes: list[int] = []
-        self._command = [*LORIMER, "serve", "--port", str(self.port), "--data", str(data), "--dtype", "float32"]
-        self._command += ["--log-format", "json", *(f"--model={model}" for model in models)]
+        self.command = [
+            *prefix,
+            *LORIMER,
+            "serve",
+            "--port",
+            str(self.port),
+            "--data",
+            str(data),
+            "--dtype",
+            "float32",
+        ]
+        self.command += ["--log-format", "json", *(f"--model={model}" for model in models)]
         for name, value in ({"num_threads": 1} | settings).items():
-            self._command += ["--set", f"{name}={value}"]
+            self.command += ["--set", f"{name}={value}"]
         self._environment = environment(**(extra or {}))
         self._process: subprocess.Popen[str] | None = None
         self._is_ending = False
@@ -67,7 +78,7 @@ class Supervisor:
         while not self._is_ending:
             with self.log.open("ab") as log:
                 self._process = process = subprocess.Popen(
-                    self._command, env=self._environment, stdout=subprocess.PIPE, stderr=log, text=True
+                    self.command, env=self._environment, stdout=subprocess.PIPE, stderr=log, text=True
                 )
             assert process.stdout is not None
             for line in process.stdout:
@@ -117,6 +128,10 @@ class Supervisor:
         """The exit code of the server that ends after ``before`` others."""
         eventually(lambda: len(self.exit_codes) > before, "the server ended")
         return self.exit_codes[before]
+
+    def stop_restarting(self) -> None:
+        """The server that ends next is the last."""
+        self._is_ending = True
 
     def logged(self) -> str:
         return self.log.read_text("utf-8", "replace")

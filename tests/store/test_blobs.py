@@ -9,7 +9,7 @@ import threading
 import pytest
 from sqlalchemy import select
 
-from lorimer.errors import StorageError
+from lorimer.errors import CheckpointError, StorageError
 from lorimer.store import DataDirectory, DiskFull, Store, blobs
 from lorimer.store.retention import known_names
 from lorimer.store.tables import blobs as table
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_an_error_that_names_its_owner(store, files, tmp_path,
         / store.read_now(lambda c: c.execute(select(table.c.file).where(table.c.owner == "request-1")).scalar_one())
     )
     harm(path)
-    with pytest.raises(StorageError, match=r"the stored bytes of 'request-1' are (damaged|lost)"):
+    with pytest.raises(CheckpointError, match=r"the stored bytes of 'request-1' are (damaged|lost)"):
         store.read_now(blobs.get, "request-1", "payload")
     assert store.read_now(blobs.get, "request-2", "payload") == LARGE
 

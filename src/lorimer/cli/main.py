@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lorimer.cli import bench, chat, checkpoint, demo, doctor, export, key, model, plot, run, session, usage
+from lorimer.cli import backup, bench, chat, checkpoint, demo, doctor, export, key, model, plot, run, session, usage
 from lorimer.cli.connection import PROBE_SECONDS, DirectoryOption, KeyOption, UrlOption, find_server
 from lorimer.cli.failures import NoServer, exit_on_error, sentence
 from lorimer.cli.output import Format, FormatOption, examples, note, print_json
@@ -107,6 +107,8 @@ def serve(
 
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)
 app.add_typer(model.app, name="model", rich_help_panel=SERVICE)
+app.command(rich_help_panel=SERVICE, epilog=backup.BACKUP_EPILOG)(backup.backup)
+app.command(rich_help_panel=SERVICE, epilog=backup.RESTORE_EPILOG)(backup.restore)
 app.command(rich_help_panel=SERVICE, epilog=doctor.EPILOG)(doctor.doctor)
 
 

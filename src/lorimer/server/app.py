@@ -124,13 +124,17 @@ def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
     store: Store | None = None
     try:
         directory.lock()
-        store = Store.open(settings.database or None, directory.path, durability=settings.durability)
+        store = Store.open(settings.database or None, directory, durability=settings.durability)
         store.lock()
     except BaseException as error:
         if store is not None:
             store.close()
         directory.unlock()
-        if isinstance(error, StorageError) and " is in use by " in str(error):
+        if is_in_use(error):
             raise InUse(str(error)) from error
         raise
     return directory, store
+
+
+def is_in_use(error: BaseException) -> bool:
+    return isinstance(error, StorageError) and " is in use by " in str(error)

@@ -1,11 +1,13 @@
 """The commands of a data directory, on keys and on where its server is: through the server, or without one.
 
 Two processes must not write one SQLite file, so a running server listens on the socket ``control`` in its data
-directory; whoever may open that directory owns the server. One JSON line each way.
+directory; whoever may open that directory owns the server. One JSON line each way. After `HoldFiles` the server removes
+no file of the directory until the connection is closed, also by the death of whoever asked.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -23,6 +25,8 @@ from lorimer.store.users import ApiKey, User
 
 if TYPE_CHECKING:
     from lorimer.server.context import Context
+
+logger = logging.getLogger(__name__)
 
 SOCKET = "control"
 LONGEST_PATH = 100
@@ -65,6 +69,10 @@ class DescribeServer(msgspec.Struct, frozen=True, tag="describe"):
     """Where does the server listen?"""
 
 
+class HoldFiles(msgspec.Struct, frozen=True, tag="hold"):
+    """Keep every file until this connection closes; which database has their names?"""
+
+
 class Key(msgspec.Struct, frozen=True):
     """What is shown of a key; ``secret`` only when it has just been made."""
 
@@ -90,11 +98,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     revoked: bool = False
     url: str = ""
     """Where the server listens; empty if it is embedded in a program."""
+    database: str = ""
+    """The URL of the server's database, with its password; empty for the file in the data directory."""
     error: str = ""
 
 
 KeyCommand = CreateKey | ListKeys | RevokeKey | SetQuotas
-Command = KeyCommand | DescribeServer
+Command = KeyCommand | DescribeServer | HoldFiles
 _commands = msgspec.json.Decoder(Command)
 _replies = msgspec.json.Decoder(Reply)
 
@@ -141,6 +151,7 @@ class Control:
         self._context = context
         self._path = context.directory.path / SOCKET
         self._server: asyncio.Server | None = None
+        self._holding: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen; a socket that a killed server left is replaced, as the directory is locked."""
@@ -159,35 +170,91 @@ class Control:
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
+        for task in self._holding:
+            task.cancel()
+        if self._holding:
+            await asyncio.wait(self._holding)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             try:
-                reply = await self._answer(_commands.decode(await reader.readline()))
+                command = _commands.decode(await reader.readline())
+                if isinstance(command, HoldFiles):
+                    return await self._hold(reader, writer)
+                reply = await self._answer(command)
             except (LorimerError, msgspec.MsgspecError, ValueError) as error:
                 reply = Reply(error=str(error))
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
 
-    async def _answer(self, command: Command) -> Reply:
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._holding.add(task)
+        directory = self._context.directory
+        directory.hold_files()
+        logger.info("a backup began: files are removed when it has ended")
+        try:
+            writer.write(msgspec.json.encode(Reply(database=self._context.settings.database)) + b"\n")
+            await writer.drain()
+            while await reader.read(1024):
+                pass
+        except asyncio.CancelledError:
+            pass  # the server ends
+        finally:
+            self._holding.discard(task)
+            await asyncio.to_thread(directory.release_files)
+            logger.info("a backup ended")
+
+    async def _answer(self, command: KeyCommand | DescribeServer) -> Reply:
         if isinstance(command, DescribeServer):
             return Reply(url=self._context.url)
         return await run_command(self._context.credentials, self._context.settings, command)
 
 
-def ask_server(directory: Path, command: Command) -> Reply | None:
-    """The answer of the server that runs on ``directory``; none if none does."""
+class Held:
+    """A connection to the server that stays open."""
+
+    def __init__(self, connection: socket.socket, reply: Reply) -> None:
+        self._connection, self.reply = connection, reply
+
+    def is_connected(self) -> bool:
+        """Whether the server is still there."""
+        self._connection.setblocking(False)
+        try:
+            return self._connection.recv(1) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def held_server(directory: Path, command: Command) -> Iterator[Held | None]:
+    """The server that runs on ``directory`` and its answer, connected until the block ends; none if none runs."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)
         try:
             with short_path(directory / SOCKET) as address:
                 connection.connect(address)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-            return None
-        connection.sendall(msgspec.json.encode(command) + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n") and (part := connection.recv(65536)):
-            answer += part
+            found = None
+        else:
+            found = Held(connection, _ask(connection, command))
+        yield found
+
+
+def ask_server(directory: Path, command: Command) -> Reply | None:
+    """The answer of the server that runs on ``directory``; none if none does."""
+    with held_server(directory, command) as held:
+        return None if held is None else held.reply
+
+
+def _ask(connection: socket.socket, command: Command) -> Reply:
+    connection.sendall(msgspec.json.encode(command) + b"\n")
+    answer = b""
+    while not answer.endswith(b"\n") and (part := connection.recv(65536)):
+        answer += part
     if not answer:
         raise StorageError("the running server ended before it answered; try again")
     reply = _replies.decode(answer)

@@ -5,17 +5,16 @@ committed; what a rolled back or killed transaction left is removed at once or a
 carries its length and CRC-32, so the row tells a torn file from a good one.
 """
 
-import os
 import secrets
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import suppress
 from typing import Literal
 
 from sqlalchemy import Connection, bindparam, delete, insert, select
 
-from lorimer.errors import StorageError
-from lorimer.store.directory import storage_error, write_file
+from lorimer.errors import CheckpointError, StorageError
+from lorimer.store.directory import DataDirectory, storage_error, write_file
 from lorimer.store.tables import blobs
 
 INLINE_BYTES = 256 * 1024
@@ -28,9 +27,10 @@ _GET = select(blobs.c.data, blobs.c.file).where(blobs.c.owner == bindparam("owne
 class BlobFiles:
     """The files of one writer: which the open transaction has made, and which it no longer needs."""
 
-    def __init__(self, directory: Path, *, sync: bool = False) -> None:
-        self.directory = directory
+    def __init__(self, root: DataDirectory, *, sync: bool = False) -> None:
+        self.directory = root.blobs
         self.sync = sync
+        self._root = root
         self._made: list[str] = []
         self._dropped: list[str] = []
 
@@ -45,7 +45,7 @@ class BlobFiles:
         return name
 
     def read(self, name: str, owner: str) -> bytes:
-        """The file's bytes; FileNotFoundError if it has gone, StorageError if it is not what was written."""
+        """The file's bytes; FileNotFoundError if it has gone, CheckpointError if it is not what was written."""
         path = self.directory / name
         try:
             data = path.read_bytes()
@@ -55,8 +55,8 @@ class BlobFiles:
             raise storage_error(error, path, "be read") from error
         _, size, checksum = name.split("-")
         if len(data) != int(size) or zlib.crc32(data) != int(checksum, 16):
-            raise StorageError(
-                f"the stored bytes of {owner!r} are damaged: {str(path)!r} has {len(data)} of {size} bytes"
+            raise CheckpointError(
+                f"the stored bytes of {owner!r} are damaged: 'blobs/{name}' has {len(data)} of {size} bytes"
                 " or another checksum"
             )
         return data
@@ -85,10 +85,8 @@ class BlobFiles:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
-                os.unlink(self.directory / name)
-            except OSError:
-                continue  # a file nobody names any more; the sweep at the next start removes it
+            with suppress(StorageError):  # a file nobody names any more; the sweep at the next start removes it
+                self._root.remove(self.directory / name)
 
 
 def put(c: Connection, owner: str, part: Part, data: bytes) -> None:
@@ -99,7 +97,7 @@ def put(c: Connection, owner: str, part: Part, data: bytes) -> None:
 
 
 def get(c: Connection, owner: str, part: Part) -> bytes | None:
-    """The bytes, or None if they were dropped."""
+    """The bytes, or None if they were dropped; CheckpointError, which no retry helps, if they are damaged or lost."""
     for is_last in (False, True):
         row = c.execute(_GET, {"owner_id": owner, "of": part}).one_or_none()
         if row is None or row.file is None:
@@ -109,7 +107,9 @@ def get(c: Connection, owner: str, part: Part) -> bytes | None:
         except FileNotFoundError as error:
             # The writer may have dropped it since the row was read; then the row has gone too.
             if is_last:
-                raise StorageError(f"the stored bytes of {owner!r} are lost: {error.filename!r} is missing") from error
+                raise CheckpointError(
+                    f"the stored bytes of {owner!r} are lost: 'blobs/{row.file}' is missing"
+                ) from error
     return None
 
 

@@ -44,7 +44,7 @@ class Store:
     def open(
         cls,
         url: str | None,
-        directory: Path | str,
+        directory: DataDirectory | Path | str,
         *,
         durability: Durability = "process",
         retry_seconds: float = 60.0,
@@ -54,11 +54,11 @@ class Store:
         ``durability`` is what an acknowledged write survives: the death of the process or also a power cut.
         A lost PostgreSQL connection is tried again for ``retry_seconds`` before callers see an error.
         """
-        root = DataDirectory(directory)
+        root = directory if isinstance(directory, DataDirectory) else DataDirectory(directory)
         where = database_url(url, root.path)
-        files = BlobFiles(root.blobs, sync=durability == "power")
+        files = BlobFiles(root, sync=durability == "power")
         options = {"blob_files": files}
-        _make_private_file(where)
+        make_private_file(where)
         engine = writer_engine(where, durability, options)
         try:
             with engine.connect() as connection:
@@ -119,7 +119,7 @@ def _apply(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], 
     return fn(connection, *args, **kwargs)
 
 
-def _make_private_file(url: URL) -> None:
+def make_private_file(url: URL) -> None:
     """Make SQLite's file before SQLite does, so that only its owner can read it; its WAL takes the same mode."""
     if url.drivername != "sqlite":
         return

@@ -6,6 +6,7 @@
     weights/       one directory per saved weights, by random name
     snapshots/     one directory per snapshot of a run
     blobs/         payloads and results too large for a row
+    restoring/     there only while `lorimer restore` fills the directory; a server refuses to start beside it
 
 Users' names never become file names. Directories are 0700, files 0600.
 """
@@ -18,6 +19,8 @@ import secrets
 import shutil
 import socket
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 from lorimer.errors import StorageError
@@ -25,6 +28,7 @@ from lorimer.errors import StorageError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _PLACES = ("weights", "snapshots", "blobs")
 _SECRET_BYTES = 32
+RESTORING = "restoring"
 
 
 class DiskFull(StorageError):
@@ -37,6 +41,9 @@ class DataDirectory:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
         self._lock: int | None = None
+        self._guard = threading.Lock()
+        self._num_holds = 0
+        self._held_back: list[Path] = []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _make_private(self.path)
@@ -46,8 +53,11 @@ class DataDirectory:
             raise storage_error(error, Path(error.filename or self.path), "be a data directory") from error
         self.weights, self.snapshots, self.blobs = (self.path / place for place in _PLACES)
 
-    def lock(self) -> None:
-        """Hold the directory until `unlock` or the end of the process; refuse if another process holds it."""
+    def lock(self, *, is_restore: bool = False) -> None:
+        """Hold the directory until `unlock` or the end of the process; refuse if another process holds it.
+
+        A directory that a restore did not finish is refused too, but to ``is_restore``.
+        """
         file = self.path / "lock"
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -68,6 +78,11 @@ class DataDirectory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = descriptor
+        if not is_restore and (self.path / RESTORING).exists():
+            self.unlock()
+            raise StorageError(
+                f"a restore into the data directory {str(self.path)!r} did not finish; run `lorimer restore` again"
+            )
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -106,6 +121,32 @@ class DataDirectory:
             raise StorageError(
                 f"{str(path)!r} is not removed: only entries of {', '.join(_PLACES)} below {str(self.path)!r} are"
             )
+        with self._guard:
+            if self._num_holds:
+                self._held_back.append(target)
+                return
+        self._remove(target)
+
+    def hold_files(self) -> None:
+        """Defer every `remove` until `release_files`; holds add up.
+
+        Rows go before the files that they name, so whoever reads rows under a hold finds their files.
+        """
+        with self._guard:
+            self._num_holds += 1
+
+    def release_files(self) -> None:
+        """End one hold; after the last one, remove what was deferred."""
+        with self._guard:
+            self._num_holds -= 1
+            if self._num_holds:
+                return
+            due, self._held_back = self._held_back, []
+        for target in due:
+            with suppress(StorageError):  # the sweep at the next start removes it
+                self._remove(target)
+
+    def _remove(self, target: Path) -> None:
         try:
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)

@@ -1,0 +1,263 @@
+"""``lorimer backup``: one moment of a data directory and its database, copied while the server goes on.
+
+    DEST/manifest.json   what the backup holds: size and SHA-256 of every file, rows of every table
+    DEST/lorimer.db      the database, as a SQLite file whatever it was
+    DEST/secret          signs tokens and download links
+    DEST/weights, snapshots, blobs   the files that rows of the database name
+
+First removals of files are put off: by the running server for as long as the connection to its socket is open, else by
+the lock of the directory. Then the rows of one moment are copied, then the files that these rows name, which never
+change once they are named. Everything is written beside DEST and renamed when it is complete and synced.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from sqlalchemy import URL
+
+from lorimer import __version__
+from lorimer.errors import CheckpointError, InvalidInput, StorageError
+from lorimer.scheduler.manifests import is_whole
+from lorimer.server.app import InUse, is_in_use
+from lorimer.server.control import HoldFiles, held_server
+from lorimer.server.settings import Settings
+from lorimer.store.connections import database_url
+from lorimer.store.directory import DataDirectory, free_bytes, storage_error, sync_directory, write_file
+from lorimer.store.tables import SCHEMA_VERSION
+from lorimer.store.transfer import copy_database
+
+FORMAT = 1
+MANIFEST, DATABASE, SECRET = "manifest.json", "lorimer.db", "secret"
+PLACES = ("weights", "snapshots", "blobs")
+BLOCK_BYTES = 4 * 1024 * 1024
+
+Report = Callable[[str, float | None], None]
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: int
+    lorimer: str
+    """The version that made the backup."""
+    schema: str
+    created_at: datetime
+    """Just before the moment that the backup shows."""
+    source: str
+    """The kind of database it was made from."""
+    rows: dict[str, int]
+    files: dict[str, File]
+    """By path, relative to the backup."""
+    faults: list[str] = []
+    """Files that were damaged or missing in the data directory itself, each with what is wrong."""
+    checksum: str = ""
+    """SHA-256 of this manifest with an empty checksum."""
+
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, checksum=""))).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
+def back_up(settings: Settings, destination: Path, report: Report) -> Manifest:
+    """Write a backup into the new directory ``destination``; nothing is left of one that fails."""
+    destination = destination.expanduser().absolute()
+    data = settings.data.expanduser().absolute()
+    if not data.is_dir():
+        raise InvalidInput(f"there is no data directory {str(data)!r}; name one with --data")
+    if destination.is_relative_to(data):
+        raise InvalidInput(f"{str(destination)!r} is inside the data directory; name a place outside of it")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise InvalidInput(f"{str(destination)!r} exists and is not an empty directory; name a new one")
+    temporary = destination.with_name(f"{destination.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(mode=0o700)
+        with held(settings, data) as (url, is_held):
+            manifest = _write(data, url, temporary, report, is_held)
+        os.rename(temporary, destination)
+        sync_directory(destination.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise storage_error(error, Path(error.filename or destination), "be written") from error
+        raise
+    return manifest
+
+
+@contextmanager
+def held(settings: Settings, data: Path) -> Iterator[tuple[URL, Callable[[], bool]]]:
+    """The database of a directory from which nothing is removed inside the block, and whether that is still so."""
+    with held_server(data, HoldFiles()) as server:
+        if server is not None:
+            yield database_url(server.reply.database or None, data), server.is_connected
+            return
+    directory = DataDirectory(data)
+    try:
+        directory.lock()
+    except StorageError as error:
+        raise (InUse(str(error)) if is_in_use(error) else error) from error
+    try:
+        yield database_url(settings.database or None, data), lambda: True
+    finally:
+        directory.unlock()
+
+
+def _write(data: Path, url: URL, target: Path, report: Report, is_held: Callable[[], bool]) -> Manifest:
+    created_at = datetime.now(UTC)
+    if url.drivername == "sqlite" and not Path(str(url.database)).exists():
+        raise InvalidInput(f"there is no database {url.database!r}; was the data directory ever served?")
+    rows = copy_database(url, target / DATABASE, report)
+    files = {DATABASE: described(target / DATABASE)}
+    copier = _Copier(data, target, report)
+    copier.copy([*named_files(target / DATABASE, data), *([SECRET] if (data / SECRET).exists() else [])])
+    if copier.missing and not is_held():
+        raise StorageError("the server ended while its files were copied, and some are gone; run the backup again")
+    manifest = Manifest(
+        format=FORMAT,
+        lorimer=__version__,
+        schema=SCHEMA_VERSION,
+        created_at=created_at,
+        source=url.get_backend_name(),
+        rows=rows,
+        files=files | copier.files,
+        faults=copier.faults,
+    )
+    manifest = msgspec.structs.replace(manifest, checksum=manifest.digest())
+    for folder in [path for path in target.rglob("*") if path.is_dir()]:
+        sync_directory(folder)
+    write_file(target / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n", sync=True)
+    return manifest
+
+
+def named_files(database: Path, data: Path) -> list[str]:
+    """The paths that rows name, relative to the data directory; of a directory all that is in it."""
+    with closing(sqlite3.connect(database)) as c:
+        folders = [f"weights/{name}" for (name,) in c.execute("SELECT name FROM weights")]
+        query = "SELECT snapshot_name FROM runs UNION SELECT newest_name FROM runs"
+        folders += [f"snapshots/{name}" for (name,) in c.execute(query) if name is not None]
+        blobs = [f"blobs/{name}" for (name,) in c.execute("SELECT file FROM blobs WHERE file IS NOT NULL")]
+    found = []
+    for folder in folders:
+        inside = sorted(path for path in (data / folder).rglob("*") if path.is_file())
+        found += [str(path.relative_to(data)) for path in inside] or [folder]
+    return found + blobs
+
+
+class _Copier:
+    """Copies files of the data directory, and finds those that are not as they were written."""
+
+    def __init__(self, data: Path, target: Path, report: Report) -> None:
+        self._data, self._target, self._report = data, target, report
+        self.files: dict[str, File] = {}
+        self.faults: list[str] = []
+        self.missing = 0
+
+    def copy(self, names: list[str]) -> None:
+        sizes = {name: self._size(name) for name in names}
+        total, done, free = sum(sizes.values()), 0, free_bytes(self._target)
+        if total > free:
+            raise StorageError(
+                f"the disk is full: {total} bytes are needed and {free} bytes are free in {str(self._target.parent)!r}"
+            )
+        for name, size in sizes.items():
+            self._report(f"{len(self.files)} of {len(names)} files", done / max(total, 1))
+            self._copy_one(name)
+            done += size
+        for place in ("weights", "snapshots"):
+            for folder in sorted({name.split("/")[1] for name in self.files if name.startswith(f"{place}/")}):
+                if not is_whole(self._target / place / folder):
+                    self.faults.append(f"{place}/{folder} is damaged: it is not what its lorimer.json says")
+
+    def _size(self, name: str) -> int:
+        try:
+            return (self._data / name).stat().st_size
+        except OSError:
+            return 0
+
+    def _copy_one(self, name: str) -> None:
+        target = self._target / name
+        make_private_folder(target.parent)
+        try:
+            with (self._data / name).open("rb") as source:
+                self.files[name] = found = copy_stream(source, target)
+        except (FileNotFoundError, IsADirectoryError):
+            self.missing += 1
+            self.faults.append(f"{name} is missing")
+            return
+        if name.startswith("blobs/") and not is_whole_blob(target, found.size):
+            self.faults.append(f"{name} is damaged: it has another length or checksum than its name says")
+
+
+def copy_stream(source: BinaryIO, target: Path) -> File:
+    """Copy the rest of ``source`` into the new file ``target``, synced, and describe what was read."""
+    digest, size = hashlib.sha256(), 0
+    with open(target, "xb", buffering=0, opener=_private) as file:
+        while block := source.read(BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+            view = memoryview(block)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return File(size, digest.hexdigest())
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a directory and those above it that are missing, for their owner alone."""
+    if not path.is_dir():
+        make_private_folder(path.parent)
+        path.mkdir(mode=0o700)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def described(path: Path) -> File:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def is_whole_blob(path: Path, size: int) -> bool:
+    """Whether a file is what its name says; see `store/blobs.py`."""
+    _, expected, checksum = path.name.split("-")
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return size == int(expected) and crc == int(checksum, 16)
+
+
+def read_manifest(source: Path) -> Manifest:
+    """What a backup says it holds; ``CheckpointError`` if that is not a whole manifest."""
+    path = source / MANIFEST
+    if not path.exists():
+        raise InvalidInput(f"{str(source)!r} is not a backup: it has no {MANIFEST}")
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format", msgspec.Raw(b"null"))
+        if bytes(version) != str(FORMAT).encode():
+            raise CheckpointError(f"{str(path)!r} has format {bytes(version)!r}, this Lorimer reads {FORMAT}")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from error
+    if manifest.digest() != manifest.checksum:
+        raise CheckpointError(f"{str(path)!r} is damaged: its checksum does not match its content")
+    return manifest
