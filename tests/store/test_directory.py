@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lorimer.errors import StorageError
-from lorimer.store import DataDirectory
+from lorimer.store import DataDirectory, Store, blobs
 
 HOLD_THE_LOCK = """
 import sys, time
@@ -177,3 +177,36 @@ def test_the_sweep_removes_what_the_database_does_not_know(directory):
 def test_free_bytes_are_those_of_the_file_system(directory):
     found = os.statvfs(directory.path)
     assert abs(directory.free_bytes() - found.f_bavail * found.f_frsize) < 2**30
+
+
+def test_files_stay_while_a_backup_holds_them_and_go_when_the_last_one_ends(directory):
+    kept, gone = directory.weights / "a", directory.blobs / "b"
+    kept.mkdir()
+    (kept / "file").write_bytes(b"weights")
+    gone.write_bytes(b"payload")
+    directory.hold_files()
+    directory.hold_files()
+    directory.remove(kept)
+    directory.remove(gone)
+    directory.release_files()
+    assert (kept / "file").exists() and gone.exists()
+    directory.release_files()
+    assert not kept.exists() and not gone.exists()
+    gone.write_bytes(b"another")
+    directory.remove(gone)
+    assert not gone.exists(), "nothing is deferred without a hold"
+
+
+def test_blobs_stay_while_a_backup_holds_them(tmp_path):
+    directory = DataDirectory(tmp_path / "data")
+    store = Store.open(None, directory)
+    try:
+        store.write_now(blobs.put, "owner", "payload", bytes(300_000))
+        (file,) = directory.blobs.iterdir()
+        directory.hold_files()
+        store.write_now(blobs.drop, ["owner"])
+        assert file.exists()
+        directory.release_files()
+        assert not file.exists()
+    finally:
+        store.close()
