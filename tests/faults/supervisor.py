@@ -16,7 +16,7 @@ from tests.conformance.servers import LORIMER, READY_LINE, environment
 from tests.faults.tenant import MODEL
 
 Kind = Literal["engine", "api", "both"]
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 240.0
 
 
 def eventually(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:

@@ -90,8 +90,7 @@ class Answers:
             log.error("an operation failed", exc_info=error, extra={"request_id": operation.request_id})
             error = EngineError(f"the operation failed: {type(error).__name__}")
         if operation.is_replay:
-            reason = f"operation {operation.seq_id} failed when it was replayed: {error}"
-            await self._restorer.corrupt(state, reason.replace(str(self._directory.path), "the data directory"))
+            await self._restorer.corrupt(state, f"operation {operation.seq_id} failed when it was replayed: {error}")
             return
         await self._fail(state, operation, sent.explain(error))
         # Of a load, which ends with a snapshot, the first part may have been carried out.

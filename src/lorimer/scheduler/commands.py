@@ -46,14 +46,13 @@ class Sent:
         return next((error for future in self.futures if (error := future.exception()) is not None), None)
 
     def explain(self, error: LorimerError) -> LorimerError:
-        """The engine's error without the names of directories, which are no business of the caller's."""
+        """The engine's error as its caller sees it: one of saving is the server's trouble, not the caller's."""
         text = str(error)
-        if self.directory is None:
+        if self.directory is None or isinstance(error, InvalidInput):
             return error
         if "No space left" in text or "disk is full" in text:
             return StorageError("the disk of the server is full; nothing was saved")
-        kind = InvalidInput if isinstance(error, InvalidInput) else EngineError
-        return kind(text.replace(str(self.directory), "the data directory").replace(str(self.directory.parent), ""))
+        return EngineError(text)
 
 
 def refused(operation: Operation, error: BaseException) -> Sent:

@@ -41,7 +41,7 @@ class Intake:
     ) -> None:
         self.limits = limits or SchedulerLimits()
         self.store, self.directory = store, directory
-        self.recorder = Recorder(store, self.limits.recent_result_bytes)
+        self.recorder = Recorder(store, self.limits.recent_result_bytes, directory.path)
         self.notes = Notes(self.recorder)
         self.open = self.recorder.open
         self.models: dict[str, ModelScheduler] = {}

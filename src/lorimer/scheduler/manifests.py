@@ -4,11 +4,13 @@ The engine writes and reads these directories; here they are only looked at, fro
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lorimer.errors import CheckpointError
 from lorimer.store.weights import WeightsFile
 
 _MANIFEST = "lorimer.json"
@@ -34,6 +36,20 @@ def is_whole(directory: Path) -> bool:
         return all(_describe(directory / name) == recorded for name, recorded in files.items())
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
         return False
+
+
+def verify(directory: Path, files: Mapping[str, WeightsFile]) -> None:
+    """Raise ``CheckpointError``, which names the file, unless all of them are as recorded. Reads all of them."""
+    for name, recorded in files.items():
+        try:
+            found = _describe(directory / name)
+        except OSError as error:
+            raise CheckpointError(f"{name!r} of the checkpoint cannot be read: {error.strerror or error}") from error
+        if found != recorded:
+            raise CheckpointError(
+                f"{name!r} of the checkpoint is damaged: it has {found['size']} bytes with SHA-256 {found['sha256']},"
+                f" saved were {recorded['size']} with {recorded['sha256']}"
+            )
 
 
 def _describe(path: Path) -> WeightsFile:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
@@ -28,8 +29,10 @@ _MOST_RECENT = 100_000
 
 
 class Recorder:
-    def __init__(self, store: Store, recent_bytes: int) -> None:
+    def __init__(self, store: Store, recent_bytes: int, directory: Path) -> None:
+        """Errors are told to users without the place of the data ``directory``."""
         self._store = store
+        self._directory = str(directory)
         self.open: dict[str, Operation] = {}
         """Every request that is not answered, by id."""
         self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
@@ -70,8 +73,13 @@ class Recorder:
 
     async def fail(self, operation: Operation, error: Exception, state: FutureState = "failed") -> None:
         is_users = isinstance(error, InvalidInput | CheckpointError | Gone | Cancelled)
-        outcome = await self.write(records.fail, operation, str(error), "user" if is_users else "server", state)
+        text = self.without_place(str(error))
+        outcome = await self.write(records.fail, operation, text, "user" if is_users else "server", state)
         self.settle(operation, outcome)
+
+    def without_place(self, text: str) -> str:
+        """An error for users: files are named as below the data directory, wherever that is."""
+        return text.replace(f"{self._directory}/", "").replace(self._directory, "the data directory")
 
     def settle(self, operation: Operation, outcome: Outcome) -> None:
         """What is told here is on record."""

@@ -78,7 +78,10 @@ def recorded(c: Connection, request_id: str) -> Outcome | None:
     if row.state != "done":
         is_users = row.category == "user" or row.state in ("rejected", "abandoned", "cancelled")
         return Outcome("failed", error=row.error or row.state, category="user" if is_users else "server")
-    result = futures.result(c, request_id)
+    try:
+        result = futures.result(c, request_id)
+    except CheckpointError as error:
+        return Outcome("failed", error=f"the result was computed and cannot be read: {error}", category="server")
     if result is None:
         return Outcome("gone", error=f"the result of request {request_id!r} has expired")
     return Outcome("done", result=result, result_format=row.result_format or "json")

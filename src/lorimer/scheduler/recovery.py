@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from lorimer import types
-from lorimer.errors import EngineError
+from lorimer.errors import CheckpointError, EngineError
 from lorimer.scheduler import payloads, records
 from lorimer.scheduler.operation import Operation
 from lorimer.scheduler.runs import operation_of
@@ -39,6 +39,8 @@ class _Found:
     runs: dict[str, Run]
     samplers: dict[str, SamplingSession]
     payloads: dict[str, bytes]
+    damaged: dict[str, CheckpointError]
+    """By request: why its payload cannot be read."""
 
 
 async def recover(scheduler: "Scheduler") -> None:
@@ -62,10 +64,19 @@ def _find(c: Connection, rows: Sequence[FutureRow]) -> _Found:
     sampler_ids = {row.lane for row in rows if row.kind == "sample"}
     found_runs = [runs.get_run(c, model_id) for model_id in run_ids]
     found_samplers = [samplers.get_sampler(c, sampler_id) for sampler_id in sampler_ids]
+    payloads: dict[str, bytes] = {}
+    damaged: dict[str, CheckpointError] = {}
+    for row in rows:
+        if row.kind not in _WITHOUT_PAYLOAD:
+            try:
+                payloads |= records.payloads(c, [row.request_id])
+            except CheckpointError as error:
+                damaged[row.request_id] = error
     return _Found(
         {run.model_id: run for run in found_runs if run is not None},
         {sampler.sampling_session_id: sampler for sampler in found_samplers if sampler is not None},
-        records.payloads(c, [row.request_id for row in rows if row.kind not in _WITHOUT_PAYLOAD]),
+        payloads,
+        damaged,
     )
 
 
@@ -85,6 +96,9 @@ async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found) -> Non
     operation = operation_of(row, next(iter(scheduler.models)))
     operation.payload = found.payloads.get(row.request_id, b"")
     operation.is_accepted = True
+    if (damage := found.damaged.get(row.request_id)) is not None:
+        await scheduler.recorder.fail(operation, EngineError(f"the request cannot be read any more: {damage}"))
+        return
     try:
         operation = _sample(operation, found) if row.kind == "sample" else _of_run(operation, row, found)
     except (LookupError, ValueError, msgspec.MsgspecError, ValidationError) as error:

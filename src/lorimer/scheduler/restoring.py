@@ -130,7 +130,7 @@ class Restorer:
     async def _put_off(self, state: RunState, error: Exception, is_final: bool) -> None:
         """Try again later, or give the run up if that would not help."""
         state.failures += 1
-        text = str(error).replace(str(self._directory.path), "the data directory")
+        text = str(error)
         log.error("run not restored: %s", text, exc_info=error, extra={"model_id": state.model_id})
         state.restoring = None
         self.drop(state)
@@ -154,6 +154,7 @@ class Restorer:
         """Give a run up, with everything that waits for it."""
         if state.phase == "loaded":
             self.drop(state)
+        reason = self._recorder.without_place(reason)
         state.phase, state.error = "corrupted", reason
         await self._recorder.write(records.mark_corrupted, state.model_id, reason)
         if state.creation is not None:

@@ -7,6 +7,7 @@ checkpoint's random key, so that it ends with the checkpoint even if another tak
 import asyncio
 from datetime import datetime
 from email.utils import format_datetime
+from pathlib import Path
 
 import orjson
 from sqlalchemy import Connection
@@ -14,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from lorimer import types
-from lorimer.errors import Gone, InvalidInput, NotFound
+from lorimer.errors import CheckpointError, Gone, InvalidInput, NotFound
+from lorimer.scheduler.manifests import verify
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import JSON, Endpoint
 from lorimer.server.routes.addresses import signed_address
@@ -43,6 +45,7 @@ async def external_weights_urls(request: Request) -> Response:
     checkpoint = await named_checkpoint(request, to_read=True)
     if checkpoint.kind != "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is no export; paths with /external_weights/ are")
+    await check_files(request, checkpoint)
     suffix = SUFFIX if recipients_of(checkpoint) else ""
     names = [name + suffix for name in adapter_files(checkpoint)]
     signed = {name: address_of(request, "files", checkpoint, f"/{name}") for name in names}
@@ -60,6 +63,7 @@ async def archive(request: Request) -> Response:
     checkpoint = await named_checkpoint(request, to_read=True)
     if checkpoint.kind == "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is an export; external_weights_urls has its files")
+    await check_files(request, checkpoint)
     url, expires = address_of(request, "archives", checkpoint, ".tar")
     await record_download(request, checkpoint)
     return RedirectResponse(url, 302, {"expires": format_datetime(expires, usegmt=True)})
@@ -73,6 +77,14 @@ def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -
 def adapter_files(checkpoint: Checkpoint) -> list[str]:
     """Those of the files that make up the adapter."""
     return [name for name in ADAPTER_FILES if name in checkpoint.weights.files]
+
+
+async def check_files(request: Request, checkpoint: Checkpoint) -> None:
+    """Raise unless every byte that would be handed out is as it was saved."""
+    directory = context_of(request).directory.weights / checkpoint.weights.name
+    await asyncio.to_thread(
+        verify, directory, {name: checkpoint.weights.files[name] for name in adapter_files(checkpoint)}
+    )
 
 
 async def record_download(request: Request, checkpoint: Checkpoint) -> None:
@@ -97,6 +109,7 @@ async def download_file(request: Request) -> Response:
     path = directory.weights / checkpoint.weights.name / plain_name
     if plain_name not in adapter_files(checkpoint):
         raise NotFound(f"the checkpoint has no file {quote_id(name)}")
+    check_presence(path, checkpoint)
     if not recipients:
         return FileResponse(path, media_type=BYTES, filename=name)
     file, size = await asyncio.to_thread(encrypted, path, recipients, directory.path)
@@ -107,9 +120,17 @@ async def download_archive(request: Request) -> Response:
     """The files of an adapter in one tar."""
     checkpoint = await signed_checkpoint(request)
     directory = context_of(request).directory.weights / checkpoint.weights.name
+    for name in adapter_files(checkpoint):
+        check_presence(directory / name, checkpoint)
     parts = await asyncio.to_thread(archive_parts, directory, adapter_files(checkpoint))
     headers = file_headers(f"{checkpoint.name}.tar", sum(part.size for part in parts))
     return StreamingResponse(parts_bytes(parts), headers=headers, media_type="application/x-tar")
+
+
+def check_presence(path: Path, checkpoint: Checkpoint) -> None:
+    """The content was checked when the address was made; the file may have gone since."""
+    if not path.exists():
+        raise CheckpointError(f"{path.name!r} of the checkpoint {checkpoint.name!r} is missing on the server")
 
 
 def file_headers(name: str, size: int) -> dict[str, str]:
