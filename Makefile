@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow conformance-old cookbook-official faults check format proto lock sbom bench clean
+.PHONY: help demo serve test test-slow conformance-old cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -32,8 +32,11 @@ cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodif
 	$(BIN)/python -m tests.official_cookbook.environment
 	$(BIN)/python -m pytest tests/official_cookbook
 
-faults: $(INSTALLED) ## Kill the server thirty times at random, and at every chosen moment, while tenants train
+faults: $(INSTALLED) ## Kill, fill, damage and cut off a server while tenants train, and print a table of what they saw
 	$(BIN)/python -m pytest tests/faults --log-cli-level=INFO
+
+soak: $(INSTALLED) ## Half an hour of tenants who come and go; memory and disk must stay flat
+	SOAK_SECONDS=1800 $(BIN)/python -m pytest tests/faults/test_soak.py --log-cli-level=INFO
 
 check: $(INSTALLED) ## Check format, lint and types
 	$(BIN)/ruff format --check .

@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from tests.conformance.servers import LORIMER, create_key, environment
+from tests.faults.caller import Caller, training_input
 from tests.faults.programs import RunningProgram, assert_same, expectation, finish_all
 from tests.faults.supervisor import Supervisor, eventually, free_port
 from tests.faults.tenant import Plan
@@ -148,3 +149,95 @@ def fill(path: Path) -> None:
             with suppress(OSError):
                 while True:
                     file.write(bytes(size))
+
+
+ROOM_BYTES = 600 << 10
+"""Less than the weights of a run of rank 128 take."""
+AGE_RECIPIENT = "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_during_submit_snapshot_save_and_export(tmp_path, small_disk, tell):
+    """Each is refused or put off in words; what was acknowledged stays, and all of it works when there is room."""
+    data, filler = small_disk / "data", small_disk / "filler"
+    key = create_key(data, "alice")
+    with Supervisor(data, log=tmp_path / "log", snapshot_seconds=600) as server, Caller(server.url, key) as alice:
+        run = str(alice.result(alice.create_run(lora_config={"rank": 128, "seed": 1}))["model_id"])
+        assert [alice.step(run) for _ in range(3)] == [1, 2, 3]
+        exported = alice.result(export(alice, run, "export-0"))["path"]
+        sampler = alice.sampler()
+        try:
+            fill_but(filler, ROOM_BYTES)
+            tell("disk full: snapshot", full_snapshot(server, alice, run))
+            fill_but(small_disk / "filler-1", ROOM_BYTES)  # the restart has emptied the database's log
+            tell("disk full: save", full_save(alice, run))
+            tell("disk full: export, download", full_export(alice, run, exported))
+            fill(small_disk / "filler-2")
+            tell("disk full: submit", full_submit(server, alice, run))
+            assert server.exit_codes == [0]
+        finally:
+            for file in small_disk.glob("filler*"):
+                file.unlink()
+        assert alice.step(run) == 6, "nothing acknowledged is lost, nothing refused was done"
+        for number, name in enumerate(("save_weights", "save_weights_for_sampler")):
+            assert alice.result(alice.save(run, f"later-{number}", name))["path"]
+        assert alice.result(export(alice, run, "export-1"))["path"]
+        assert httpx2.get(file_url(alice, exported), timeout=60).status_code == 200
+        assert alice.result(alice.sample(sampler))["sequences"]
+        assert list((data / "weights").glob("*.tmp-*")) == list((data / "snapshots").glob("*.tmp-*")) == []
+        restart(server)
+        assert alice.step(run) == 7
+
+
+def fill_but(path: Path, num_bytes: int) -> None:
+    fill(path)
+    os.truncate(path, max(path.stat().st_size - num_bytes, 0))
+
+
+def export(alice: Caller, run: str, name: str) -> dict[str, Any]:
+    return alice.operate("save_weights_external", run, path=name, age_encryption_recipients=[AGE_RECIPIENT])
+
+
+def file_url(alice: Caller, path: str) -> str:
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    answer = alice.http.get(f"/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["urls"]["adapter_model.safetensors.age"])
+
+
+def full_submit(server: Supervisor, alice: Caller, run: str) -> str:
+    """Without any room each submit is refused, and its number stays free; whoever only reads is served."""
+    for large in (1, 120):
+        body = training_input([10 + number % 200 for number in range(500)], large)
+        answer = alice.try_operation("forward_backward", run, forward_backward_input=body)
+        assert answer.status_code == 507 and answer.json()["code"] == "disk_full", answer.text
+        assert "bytes are free" in answer.json()["detail"] and str(server.data) not in answer.json()["detail"]
+    assert httpx2.get(f"{server.url}/api/v1/healthz", timeout=30).status_code == 200
+    assert alice.http.get(f"/training_runs/{run}").status_code == 200
+    return f"{answer.status_code} {answer.json()['code']}; the SDK waits"
+
+
+def full_snapshot(server: Supervisor, alice: Caller, run: str) -> str:
+    """There is room for steps and not for a snapshot: the server ends without it, and the next repeats the steps."""
+    assert alice.step(run) == 4
+    restart(server)
+    assert "no snapshot: " in server.logged() and "No space left" in server.logged()
+    assert alice.step(run) == 5
+    assert "replaying" in server.logged()
+    return "nothing; a longer replay after a restart"
+
+
+def full_save(alice: Caller, run: str) -> str:
+    for number, name in enumerate(("save_weights", "save_weights_for_sampler")):
+        error = alice.failure(alice.save(run, f"full-{number}", name))
+        assert error == "the disk of the server is full; nothing was saved", error
+    return error
+
+
+def full_export(alice: Caller, run: str, exported: str) -> str:
+    error = alice.failure(export(alice, run, "full"))
+    assert error == "the disk of the server is full; nothing was saved", error
+    answer = httpx2.get(file_url(alice, exported), timeout=60)  # it is encrypted into a file of its own
+    assert answer.status_code == 507, (answer.status_code, answer.text)
+    return f"{error}; {answer.status_code} {answer.json()['code']}"

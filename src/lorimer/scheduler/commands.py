@@ -48,11 +48,11 @@ class Sent:
     def explain(self, error: LorimerError) -> LorimerError:
         """The engine's error as its caller sees it: one of saving is the server's trouble, not the caller's."""
         text = str(error)
-        if self.directory is None or isinstance(error, InvalidInput):
+        if self.directory is None:
             return error
         if "No space left" in text or "disk is full" in text:
             return StorageError("the disk of the server is full; nothing was saved")
-        return EngineError(text)
+        return error if isinstance(error, InvalidInput) else EngineError(text)
 
 
 def refused(operation: Operation, error: BaseException) -> Sent:

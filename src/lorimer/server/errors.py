@@ -106,7 +106,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
     request.scope["state"]["param"] = getattr(error, "param", None)
     quota = FULL_QUOTA if isinstance(error, errors.QuotaExceeded) else None
     headers = error.headers if isinstance(error, Refusal) else quota
-    return error_response(request.scope, status, code, str(error) or code, headers)
+    return error_response(request.scope, status, code, without_place(request, str(error)) or code, headers)
+
+
+def without_place(request: Request, text: str) -> str:
+    """Where the operator keeps the data is no business of users."""
+    app = request.scope.get("app")
+    return text if app is None else text.replace(str(app.state.context.directory.path), "the data directory")
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:

@@ -6,12 +6,13 @@ without it refuses such exports.
 """
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.errors import InvalidInput, StorageError, TooLarge, Unsupported
 from lorimer.server.routes.ownership import quote_id
 from lorimer.store.checkpoints import Checkpoint
 
@@ -69,7 +70,10 @@ def encrypted(source: Path, recipients: list[str], room: Path) -> tuple[BinaryIO
             pyrage.encrypt_io(plain, target, parsed)
         size = target.tell()
         target.seek(0)
-    except BaseException:
-        target.close()
+    except BaseException as error:
+        with suppress(OSError):  # what it could not write before it cannot write now
+            target.close()
+        if isinstance(error, OSError | pyrage.EncryptError):
+            raise StorageError(f"the export cannot be encrypted: {error}") from error
         raise
     return target, size
