@@ -37,6 +37,7 @@ the server for as long as it takes; no model is loaded for that. The key is `--a
 Tables are for people: they fit the terminal and say how long ago things were. `-f json` (`--format json`) is for
 programs: one JSON document on stdout and nothing else there, times in ISO 8601, sizes in bytes. Names in it stay; new
 ones may come. Everything else, such as notes, questions, progress and errors, goes to stderr.
+An error is one line; with `LORIMER_DEBUG=1` it is a traceback.
 """
 
 

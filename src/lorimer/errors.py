@@ -11,6 +11,7 @@
     ├── Gone                something that was there and has ended or expired
     │   └── UnknownFuture   a future that the caller does not have; it may have been there
     ├── Busy                a full queue; the same request is accepted later
+    ├── NoServer            there is no server to ask, or it is not one of this protocol
     ├── StorageError        the database or the data directory cannot be used; nothing was changed
     ├── ModelRefused        a base model that cannot be served, with the reason
     ├── ModelNotFound       a model reference that no source knows; lists the places looked at
@@ -65,6 +66,10 @@ class UnknownFuture(Gone):
 
 class Busy(LorimerError):
     """There is no room for the request now."""
+
+
+class NoServer(LorimerError):
+    """There is no server to ask."""
 
 
 class StorageError(LorimerError):

@@ -70,13 +70,30 @@ def test_streams_are_read_on_and_read_again():
         StreamedDataset(lambda: iter(range(5)), 3, 2).get_batch(1)
 
 
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 0), (2, 1), (9, 1), (30, 3), (640, 64), (5000, 64)])
+def test_a_tenth_is_held_out_where_nothing_is_said(num_rows, expected):
+    kept, held_out = split_off(range(num_rows))
+    assert (len(kept), len(held_out)) == (num_rows - expected, expected)
+
+
+def test_number_of_steps_is_told_where_it_is_small():
+    rows = list(range(26))
+    assert ShuffledDataset(rows, 32).length_advice() == "26 examples are 1 step; --epochs 20 gives 20"
+    assert ShuffledDataset(rows, 8).length_advice() == "26 examples are 4 steps; --epochs 5 gives 20"
+    assert ShuffledDataset(rows, 8, num_epochs=3).length_advice(100) == (
+        "26 examples in 3 epochs are 12 steps; --epochs 25 gives 100"
+    )
+    assert ShuffledDataset(rows, 1).length_advice() is None
+    assert ShuffledDataset(rows, 8).length_advice(max_steps=4) is None
+
+
 def test_rows_are_held_out_by_the_seed():
     kept, held_out = split_off(range(20), 5, seed=3)
     assert (len(kept), len(held_out)) == (15, 5)
     assert sorted(kept + held_out) == list(range(20))
     assert split_off(range(20), 5, seed=3) == (kept, held_out)
     assert split_off(range(20), 5, seed=4)[1] != held_out
-    with pytest.raises(InvalidInput, match="20 of 20 rows cannot be held out"):
+    with pytest.raises(InvalidInput, match="num_held_out is 20 and there are 20 rows; 0 to 19 fit"):
         split_off(range(20), 20)
 
 
@@ -114,7 +131,7 @@ def test_rows_of_files(tmp_path):
 WRONG_FILES = {
     "a.jsonl": ('{"a": 1}\n{"a"', "line 2 of .* is no JSON"),
     "b.jsonl": ("[1]", r"line 1 of .* is \[1\]; an object is accepted"),
-    "c.json": ("{}", "holds a dict; a list of objects is accepted"),
+    "c.json": ("{}", "is no list of objects"),
 }
 
 

@@ -10,12 +10,14 @@ import typer
 from typer.testing import CliRunner
 
 import lorimer
+from lorimer.terminal import recipe_app
 from tests.conformance.servers import RunningServer, running_server
 from tests.surroundings import clean_surroundings
 
 MODELS = ["lorimer/tiny", "lorimer/debug"]
 
 Run = Callable[..., str]
+Refuse = Callable[..., tuple[int, str]]
 
 
 def recipe_command(recipe: str, /, **options: object) -> list[str]:
@@ -63,5 +65,22 @@ def run_recipe(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )
         assert ended.exit_code == 0, ended.output[-4000:]
         return ended.stdout
+
+    return run
+
+
+@pytest.fixture
+def refused_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """Runs a recipe that fails, as its command line starts it; its exit code and its one line on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(recipe: str, *arguments: object) -> tuple[int, str]:
+        app = recipe_app(importlib.import_module(f"lorimer.recipes.{recipe}").main)
+        ended = CliRunner().invoke(app, list(map(str, arguments)))
+        assert ended.exit_code != 0, ended.output
+        assert isinstance(ended.exception, SystemExit), ended.exception
+        told = [line for line in ended.stderr.splitlines() if line.startswith("lorimer: ")]
+        assert len(told) == 1 and "Traceback" not in ended.output, ended.output
+        return ended.exit_code, told[0]
 
     return run

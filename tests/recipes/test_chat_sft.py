@@ -24,10 +24,24 @@ def test_two_steps_on_a_file(run_recipe, tmp_path):
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(conversation(n)) + "\n" for n in range(2, 10)), "utf-8")
     printed = run_recipe("chat_sft", data=data, **OPTIONS)
-    assert printed.startswith("learning rate 0.00428: 5e-05 of full fine-tuning, times 10 for LoRA")
+    assert "learning rate 0.00428: 5e-05 of full fine-tuning, times 10 for LoRA" in printed
     assert [line["step"] for line in read_metrics(tmp_path / "log")] == [0, 1, 2]
     assert "test/nll" in read_metrics(tmp_path / "log")[-1]
     assert "checkpoint: tinker://" in printed
+
+
+def test_thirty_conversations_are_enough(run_recipe, tmp_path):
+    """A tenth is held out, and it says how many steps the rest makes."""
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(conversation(n)) + "\n" for n in range(2, 32)), "utf-8")
+    printed = run_recipe("chat_sft", data=data, rank=4)
+    assert "27 examples are 1 step; --epochs 20 gives 20\n" in printed
+    assert "held-out nll " in printed
+    single = tmp_path / "one.jsonl"
+    single.write_text(json.dumps(conversation(3)), "utf-8")
+    printed = run_recipe("chat_sft", data=single, rank=4, log_dir=tmp_path / "one", max_steps=5)
+    assert "1 example is 1 step; --epochs 5 gives 5\n" in printed
+    assert "held-out" not in printed and "nan" not in printed
 
 
 def test_two_steps_on_a_hugging_face_dataset(run_recipe, tmp_path):

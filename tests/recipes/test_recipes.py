@@ -16,5 +16,5 @@ def test_recipe_says_how_it_is_run(path):
     docstring = ast.get_docstring(ast.parse(text)) or ""
     assert f"python -m lorimer.recipes.{path.stem}" in docstring
     assert not {"MEASURED", "NUMBERS", "EXPECTED"} & set(docstring.replace(".", " ").split()), "a figure is missing"
-    assert text.endswith('if __name__ == "__main__":\n    typer.run(main)\n')
+    assert text.endswith('if __name__ == "__main__":\n    run_recipe(main)\n')
     assert len(text.splitlines()) <= 250, "a person reads it in ten minutes"

@@ -82,18 +82,14 @@ def named_server(base_url: str | None, data: Path | None) -> str | None:
 
 
 def check_answers(connection: "Connection") -> None:
-    """The clients wait for minutes for a server that is away; somebody at a terminal does not."""
-    from lorimer.client.errors import APIConnectionError
+    """The clients wait for seconds for a server that is away; somebody at a terminal does not."""
+    from lorimer.client.errors import APIConnectionError, no_server
 
     url = connection.base_url
     try:
         answer = connection.run(connection.transport.send("GET", "/api/v1/healthz", timeout=PROBE_SECONDS)).result()
     except APIConnectionError as error:
-        reason = str(error).removeprefix(f"{url} cannot be reached: ")
-        raise NoServer(
-            f"no server answers at {url} ({reason}); start one with `lorimer serve`,"
-            " or name another with --base-url or LORIMER_BASE_URL"
-        ) from error
+        raise NoServer(no_server(url, error)) from error
     kind = answer.headers.get("content-type", "").partition(";")[0]
     if answer.status_code >= 400 or kind != "application/json":
         found = f"answers {answer.status_code} with {kind or 'nothing'}"

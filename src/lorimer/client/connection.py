@@ -101,7 +101,8 @@ class Connection:
         self.dynamic = await self._fetch_dynamic()
 
     def adopt(self, config: Mapping[str, Any], dynamic: Mapping[str, Any]) -> None:
-        """Take the flags of another client of the same server."""
+        """Take the flags of another client of the same server, which has answered that one."""
+        self.loop.note_answer(self.transport.base_url)
         self.set_config(ClientConfigResponse.model_validate(config))
         self.dynamic = ClientDynamicConfigResponse.model_validate(dynamic)
         self._is_ready = True

@@ -161,6 +161,15 @@ def status_error(response: httpx2.Response, body: object) -> APIStatusError:
     return kind(message, response, body)
 
 
+def no_server(base_url: str, error: Exception) -> str:
+    """What to say of an address at which nothing answers, and what to do about it."""
+    reason = str(error).removeprefix(f"{base_url} cannot be reached: ")
+    return (
+        f"no server answers at {base_url} ({reason}); start one with `lorimer serve`, or name another with --base-url "
+        "or LORIMER_BASE_URL"
+    )
+
+
 def _address(request: httpx2.Request) -> tuple[str, str]:
     return request.method, str(request.url)
 

@@ -20,12 +20,20 @@ class LoopThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
+        self._answered: set[str] = set()
         self._thread = threading.Thread(target=self.loop.run_forever, name="lorimer-client", daemon=True)
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
+
+    def note_answer(self, address: str) -> None:
+        """Remember that the server at an address has answered a client of this process."""
+        self._answered.add(address)
+
+    def has_answered(self, address: str) -> bool:
+        return address in self._answered
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> ResultFuture[T]:
         """Start a coroutine; those of one thread are started in the order of the calls."""

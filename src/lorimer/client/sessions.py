@@ -16,6 +16,7 @@ from lorimer import __version__
 from lorimer.client.connection import Connection
 from lorimer.client.errors import APIError, APIStatusError
 from lorimer.client.futures import AwaitableConcurrentFuture
+from lorimer.client.retries import PATIENCE_SECONDS
 from lorimer.types import CreateSessionRequest, CreateSessionResponse
 
 log = logging.getLogger("lorimer")
@@ -27,6 +28,8 @@ FinishStatus = Literal["success", "errored", "interrupted"]
 HEARTBEAT_SECONDS = 10.0
 SILENCE_SECONDS = 120.0
 LEAST_REFRESH_SECONDS = 10.0
+LAST_WORD_SECONDS = 2.0
+"""For which a program that fails or is interrupted tries to say so to a server that is away."""
 
 
 class Session:
@@ -121,6 +124,13 @@ class Session:
         try:
             if self.session_id:
                 body: dict[str, Any] = {"reason": {"type": status}, "detail": detail}
-                await self.connection.transport.call("POST", f"/api/v1/sessions/{self.session_id}/finish", body)
+                patience = PATIENCE_SECONDS if status == "success" else LAST_WORD_SECONDS
+                await self.connection.transport.call(
+                    "POST", f"/api/v1/sessions/{self.session_id}/finish", body, patience=patience
+                )
+        except APIError as error:
+            if status == "success":
+                raise
+            log.debug("session %s could not be finished: %s", self.session_id, error)  # what ended it matters more
         finally:
             await self.connection.transport.close()

@@ -26,6 +26,7 @@ from lorimer.client.errors import (
     APIStatusError,
     APITimeoutError,
     BillingError,
+    no_server,
     status_error,
 )
 from lorimer.client.http11 import HttpTransport
@@ -61,6 +62,8 @@ LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, kee
 of all together would let polls keep submits waiting."""
 REPORT_SECONDS = 60.0
 """A server that does not answer is spoken of this often."""
+FIRST_ANSWER_SECONDS = 10.0
+"""How long an address that never answered this process is tried; one that did may be restarting, and is waited for."""
 
 
 class Transport:
@@ -117,6 +120,7 @@ class Transport:
         except (httpx2.HTTPError, OSError) as error:
             message = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
             raise APIConnectionError(request, message) from error
+        self._loop.note_answer(self.base_url)
         if response.status_code == 400 and not response.content:
             # A proxy's: servers of this protocol always say why.
             raise APIConnectionError(request, "an empty answer of status 400, as broken proxies give")
@@ -151,7 +155,7 @@ class Transport:
     ) -> httpx2.Response:
         """The answer of a successful request. Errors that may pass are waited out for ``patience`` seconds.
 
-        Those with a status in ``final`` are raised at once.
+        Those with a status in ``final`` are raised immediately. An address that never answered is given up sooner.
         """
         sent = {"Content-Type": JSON} if body is not None else {}
         if method != "GET":
@@ -171,16 +175,24 @@ class Transport:
                     raise
                 self.report(error)
                 delay = BILLING_PAUSE_SECONDS
-            except (APIConnectionError, APIStatusError) as error:
-                delay = backoff.next()
-                if isinstance(error, APIStatusError):
-                    delay = told_delay(error.response.headers) or delay
-                    if error.status_code in final:
-                        raise
-                if not is_transient(error) or time.monotonic() + delay - since > patience:
+            except APIStatusError as error:
+                delay = told_delay(error.response.headers) or backoff.next()
+                if error.status_code in final or not is_transient(error) or time.monotonic() + delay - since > patience:
+                    raise
+                self.report(error)
+            except APIConnectionError as error:
+                delay, passed = backoff.next(), time.monotonic() - since
+                if not self.has_answered and passed + delay > min(patience, FIRST_ANSWER_SECONDS):
+                    raise APIConnectionError(error.request, no_server(self.base_url, error)) from error
+                if passed + delay > patience:
                     raise
                 self.report(error)
             await asyncio.sleep(delay)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the server has ever answered a client of this process."""
+        return self._loop.has_answered(self.base_url)
 
     async def ask(self, model: type[M], method: str, path: str, body: Any = None, **options: Any) -> M:
         """The answer as an object."""
@@ -190,7 +202,7 @@ class Transport:
         """Say that the server is being waited for; not every time."""
         if time.monotonic() - self._reported_at >= REPORT_SECONDS:
             self._reported_at = time.monotonic()
-            log.warning("%s; trying again", error)
+            log.warning("%s; trying again (Ctrl-C gives up)", error)
 
     async def _open(self) -> httpx2.AsyncClient:
         async with self._opening:

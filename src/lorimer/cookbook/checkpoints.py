@@ -15,7 +15,8 @@ from typing import Any
 
 import lorimer
 from lorimer import RestClient, ServiceClient, TrainingClient
-from lorimer.errors import CheckpointError
+from lorimer.cookbook.console import say
+from lorimer.errors import CheckpointError, InvalidInput
 
 FILE_NAME = "checkpoints.jsonl"
 
@@ -105,7 +106,8 @@ async def open_training_client(
 ) -> tuple[TrainingClient, int]:
     """A client that goes on at the last checkpoint, optimiser included, and the number of its next step.
 
-    Without a checkpoint it begins with the weights of ``load_from`` and a new optimiser, or with a new adapter.
+    Without a checkpoint it begins with the weights of ``load_from`` and a new optimiser, or with a new adapter. What is
+    resumed is printed, and a ``rank`` that the loaded weights do not have.
     """
     last = checkpoints.last()
     if last is not None:
@@ -118,9 +120,13 @@ async def open_training_client(
                 f"{checkpoints.path} names {last.state_path!r}, which the server does not have ({error}); "
                 "train with the server that has it, or in another directory"
             ) from error
+        say(f"resumed at step {last.step} from {last.state_path}")
+        await tell_rank(client, rank, last.state_path)
         return client, last.step
     if load_from is not None:
-        return await service.create_training_client_from_state_async(load_from, user_metadata=user_metadata), 0
+        client = await service.create_training_client_from_state_async(load_from, user_metadata=user_metadata)
+        await tell_rank(client, rank, load_from)
+        return client, 0
     client = await service.create_lora_training_client_async(
         base_model,
         rank=rank,
@@ -131,6 +137,28 @@ async def open_training_client(
         user_metadata=user_metadata,
     )
     return client, 0
+
+
+def read_reference(path: Path) -> str:
+    """The ``tinker://`` path in a file that a recipe wrote."""
+    text = path.read_text("utf-8").strip()
+    if not text.startswith("tinker://"):
+        raise InvalidInput(f"{str(path)!r} holds {text[:80]!r}; the tinker:// path of saved weights is accepted")
+    return text
+
+
+async def tell_rank(client: TrainingClient, rank: int, path: str) -> None:
+    """Print that a run goes on with the rank of the weights it was made from, where another one was asked for."""
+    found = (await client.get_info_async()).lora_rank
+    if found is not None and found != rank:
+        say(f"rank {rank} is not used: {path} has rank {found}, and the run goes on with that")
+
+
+def tell_complete(directory: Path | str, num_steps: int) -> None:
+    """Print that there is nothing left to train."""
+    say(
+        f"{directory} holds a complete run of {num_steps} steps; nothing is trained. Another --log-dir begins a new run"
+    )
 
 
 async def _value(checkpoint: Checkpoint) -> Checkpoint:

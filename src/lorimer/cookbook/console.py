@@ -21,6 +21,13 @@ def open_console(total_steps: int | None, resume_step: int = 0) -> "Sink":
     return LineConsole(console, total_steps)
 
 
+def say(text: str) -> None:
+    """Print a line as it stands; above a live display, if there is one."""
+    from rich.console import Console
+
+    Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def format_metric(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

@@ -24,6 +24,9 @@ from lorimer.errors import InvalidInput
 T = TypeVar("T")
 Row = Mapping[str, Any]
 
+FEW_STEPS = 20
+"""Fewer than these teach little, and their number is worth a word."""
+
 
 class Dataset(Protocol[T]):
     """Batches of a run, all its epochs included."""
@@ -61,6 +64,18 @@ class ShuffledDataset(Generic[T]):
     def __len__(self) -> int:
         return self._per_epoch * self._num_epochs
 
+    def length_advice(self, max_steps: int | None = None) -> str | None:
+        """A sentence if the rows make few steps, or fewer than are wanted: how many, and which epochs give more."""
+        wanted = FEW_STEPS if max_steps is None else max_steps
+        if len(self) >= wanted:
+            return None
+        epochs = -(-wanted // self._per_epoch)
+        of_epochs = f" in {self._num_epochs} epochs" if self._num_epochs > 1 else ""
+        return (
+            f"{counted(len(self._rows), 'example')}{of_epochs} {'are' if len(self._rows) > 1 else 'is'} "
+            f"{counted(len(self), 'step')}; --epochs {epochs} gives {epochs * self._per_epoch}"
+        )
+
     def get_batch(self, step: int) -> list[T]:
         epoch, index = divmod(step, self._per_epoch)
         chosen = self._order(epoch)[index * self._batch_size : (index + 1) * self._batch_size]
@@ -73,6 +88,10 @@ class ShuffledDataset(Generic[T]):
         if epoch not in self._orders:
             self._orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))}
         return self._orders[epoch]
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class GeneratedDataset(Generic[T]):
@@ -134,7 +153,8 @@ def chat_dataset(
 ) -> ShuffledDataset[Datum]:
     """Training examples of conversations; ``batch_size`` counts conversations."""
     convert = datum_maker(renderer, max_length=max_length, train_on=train_on, reduction=reduction)
-    convert(rows[0])  # a wrong format is told before anything is computed
+    if len(rows):
+        convert(rows[0])  # a wrong format is told before anything is computed
     return ShuffledDataset(rows, batch_size, convert=convert, num_epochs=num_epochs, seed=seed)
 
 
@@ -163,6 +183,8 @@ def read_conversation(row: Row) -> tuple[list[Message], list[ToolSpec] | None]:
     With ``instruction`` and ``output``, an ``input`` that is not empty follows the instruction.
     """
     if "messages" in row:
+        if not isinstance(row["messages"], Sequence) or isinstance(row["messages"], str):
+            raise InvalidInput(f"messages is {row['messages']!r}; a list of objects with role and content is accepted")
         messages: list[Message] = [_without_nulls(message) for message in row["messages"]]
         check_messages(messages)
         return messages, row.get("tools") or None
@@ -185,10 +207,27 @@ def _without_nulls(message: Any) -> Any:
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
-def split_off(rows: Sequence[T], num_held_out: int, seed: int = 0) -> tuple[list[T], list[T]]:
-    """Rows to train on and ``num_held_out`` others to measure with, chosen by the seed."""
+MAX_HELD_OUT = 64
+
+
+def default_held_out(num_rows: int, most: int = MAX_HELD_OUT) -> int:
+    """A tenth of the rows, at least one and at most ``most``; none of a single row, which is needed for training."""
+    return min(most, max(1, num_rows // 10), max(0, num_rows - 1))
+
+
+def split_off(
+    rows: Sequence[T], num_held_out: int | None = None, seed: int = 0, *, most: int = MAX_HELD_OUT
+) -> tuple[list[T], list[T]]:
+    """Rows to train on and ``num_held_out`` others to measure with, chosen by the seed.
+
+    ``None`` holds out as many as ``default_held_out`` says.
+    """
+    if not len(rows):
+        raise InvalidInput("the data has no rows; at least one is needed")
+    if num_held_out is None:
+        num_held_out = default_held_out(len(rows), most)
     if not 0 <= num_held_out < len(rows):
-        raise InvalidInput(f"{num_held_out} of {len(rows)} rows cannot be held out; fewer are accepted")
+        raise InvalidInput(f"num_held_out is {num_held_out} and there are {len(rows)} rows; 0 to {len(rows) - 1} fit")
     order = np.random.default_rng([seed]).permutation(len(rows))
     held_out = set(order[:num_held_out].tolist())
     kept = [row for index, row in enumerate(rows) if index not in held_out]
@@ -204,10 +243,13 @@ def load_rows(source: str | Path, *, split: str = "train", limit: int | None = N
     if path.suffix == ".jsonl":
         return read_jsonl_rows(path)[:limit]
     if path.suffix == ".json":
-        rows: Any = json.loads(_read(path))
-        if not isinstance(rows, list):
-            raise InvalidInput(f"{str(path)!r} holds a {type(rows).__name__}; a list of objects is accepted")
-        return list(rows[:limit])
+        try:
+            rows: Any = json.loads(_read(path))
+        except json.JSONDecodeError as error:
+            raise InvalidInput(f"{str(path)!r} is no JSON: {error}") from None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise InvalidInput(f"{str(path)!r} is no list of objects, which is what is accepted")
+        return checked_rows(rows, path)[:limit]
     dataset: Sequence[Row] = _load_hugging_face(str(source), split, limit)
     return dataset
 
@@ -224,6 +266,32 @@ def read_jsonl_rows(path: Path | str) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise InvalidInput(f"line {number} of {str(path)!r} is {row!r}; an object is accepted")
         rows.append(row)
+    return checked_rows(rows, path)
+
+
+def check_conversations(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows, of which each is a conversation; of a table that is read from disk only the first one is looked at."""
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]] if len(rows) else [], 1):
+        try:
+            read_conversation(row)
+        except InvalidInput as error:
+            raise InvalidInput(f"row {number} of the data: {error}") from None
+    return rows
+
+
+def check_fields(rows: Sequence[Row], *names: str) -> Sequence[Row]:
+    """The rows, of which each has these fields."""
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in names if row.get(name) is None]:
+            raise InvalidInput(
+                f"row {number} of the data has the fields {sorted(row)}, but no {' and no '.join(missing)}"
+            )
+    return rows
+
+
+def checked_rows(rows: list[dict[str, Any]], path: Path | str) -> list[dict[str, Any]]:
+    if not rows:
+        raise InvalidInput(f"{str(path)!r} is empty; at least one row is needed")
     return rows
 
 
@@ -232,6 +300,8 @@ def _read(path: Path) -> str:
         return path.read_text("utf-8")
     except OSError as error:
         raise InvalidInput(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _load_hugging_face(source: str, split: str, limit: int | None) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorimer import Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, TrainingClient, types
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
 from lorimer.cookbook.completers import StopCondition, derive_seed
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.evaluation import Evaluator
@@ -202,6 +202,8 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
             )
             log.follow(client)
             last = await _Loop(config, client, teacher, checkpoints, log).run(start)
+        else:
+            tell_complete(config.log_dir, config.num_steps)
     return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
 
 

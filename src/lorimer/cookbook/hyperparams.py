@@ -65,7 +65,7 @@ def _width_by_name(model_name: str) -> int:
     fitting = [name for name in WIDTHS if name in model_name.lower()]
     if not fitting:
         raise InvalidInput(
-            f"the hidden size of {model_name!r} is not known, so no learning rate can be recommended; give a learning "
-            "rate, or hidden_size"
+            f"the hidden size of {model_name!r} is not known, so no learning rate can be recommended; give one with "
+            "--learning-rate (1e-4 to 1e-3 is usual for LoRA), or hidden_size"
         )
     return WIDTHS[max(fitting, key=len)]

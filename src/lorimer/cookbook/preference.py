@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import conversation_to_datum, num_tokens
 from lorimer.cookbook.evaluation import Evaluator, target_logprobs
@@ -223,6 +223,8 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
             reference = await _open_reference(config, service) if config.kind == "dpo" else None
             log.follow(client)
             last = await _Loop(config, client, checkpoints, log, reference).run(start)
+        else:
+            tell_complete(config.log_dir, config.num_steps)
     return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import mean_nll, num_tokens
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
@@ -78,6 +78,8 @@ class Config:
         for name in ("batches_per_step", "rank"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; 1 or more is accepted")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise InvalidInput(f"max_steps is {self.max_steps}; 1 or more is accepted")
         if self.num_steps < 1:
             raise InvalidInput(f"the dataset has {len(self.dataset)} batches, not enough for one step")
 
@@ -131,6 +133,7 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
         sinks=() if is_done else config.sinks,
     ) as log:
         if last is not None and is_done:
+            tell_complete(config.log_dir, config.num_steps)
             return Result(last, _last_metrics(config))
         client, start = await open_training_client(
             service,

@@ -18,12 +18,14 @@ from typing import Annotated
 import typer
 
 from lorimer.cookbook.evaluation import accuracy, exact_match
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.problems import question_dataset
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import Sum
+from lorimer.terminal import run_recipe
 
 NUM_TEST = 200
 MAX_TOKENS = 8
@@ -45,10 +47,10 @@ def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="where the run is kept; its name has the seed")] = None,
-    steps: int = 80,
-    batch_size: Annotated[int, typer.Option(help="sums in a step")] = 32,
-    group_size: Annotated[int, typer.Option(help="answers to each sum")] = 8,
-    learning_rate: float = 4e-3,
+    steps: Annotated[int, typer.Option(min=1)] = 80,
+    batch_size: Annotated[int, typer.Option(help="sums in a step", min=1)] = 32,
+    group_size: Annotated[int, typer.Option(help="answers to each sum", min=1)] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 4e-3,
     warmup_steps: int = 8,
     loss_fn: Annotated[str, typer.Option(help="importance_sampling, ppo, cispo or gspo")] = "importance_sampling",
     eval_every: int = 20,
@@ -56,7 +58,7 @@ def main(
     seed: int = 0,
 ) -> None:
     learned, held_out = (rows(pairs) for pairs in split_sums())
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         measure = partial(
             accuracy, held_out[:num_questions], get_renderer("auto", get_tokenizer(service, model)), exact_match()
         )
@@ -91,4 +93,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -15,11 +15,13 @@ from typing import Annotated
 import typer
 
 from lorimer.cookbook import supervised
-from lorimer.cookbook.datasets import chat_dataset, datum_maker, load_rows, split_off
+from lorimer.cookbook.datasets import chat_dataset, check_conversations, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.messages import TrainOn
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 
 
 def main(
@@ -31,38 +33,43 @@ def main(
     ),
     renderer_name: Annotated[str, typer.Option("--renderer", help="auto, template, no_thinking or text")] = "auto",
     train_on: Annotated[TrainOn, typer.Option(help="which messages are learned")] = TrainOn.ALL_ASSISTANT_MESSAGES,
-    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it")] = None,
-    rank: int = 32,
-    batch_size: int = 32,
-    epochs: int = 1,
-    max_steps: int | None = None,
-    max_length: Annotated[int, typer.Option(help="tokens of a conversation; the rest is cut off")] = 1024,
-    num_held_out: Annotated[int, typer.Option(help="conversations to measure with")] = 64,
+    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it", min=0.0)] = None,
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    max_steps: Annotated[int | None, typer.Option(min=1)] = None,
+    max_length: Annotated[int, typer.Option(help="tokens of a conversation; the rest is cut off", min=1)] = 1024,
+    num_held_out: Annotated[
+        int | None, typer.Option(help="conversations to measure with; without one a tenth, at most 64")
+    ] = None,
     eval_every: int = 10,
-    save_every: int = 20,
+    save_every: Annotated[int, typer.Option(min=1)] = 20,
     seed: int = 0,
 ) -> None:
-    with open_service(model, base_url) as service:
+    rows, held_out = split_off(check_conversations(load_rows(data)), num_held_out, seed)
+    with recipe_service(model, base_url) as service:
         tokenizer = get_tokenizer(service, model)
         if learning_rate is None:
             recommended = lora_learning_rate(model, directory=tokenizer.name_or_path)
             print(recommended)
             learning_rate = recommended.value
         renderer = get_renderer(renderer_name, tokenizer)
-        rows, held_out = split_off(load_rows(data), num_held_out, seed)
         convert = datum_maker(renderer, max_length=max_length, train_on=train_on)
+        dataset = chat_dataset(
+            rows,
+            renderer,
+            batch_size=batch_size,
+            max_length=max_length,
+            train_on=train_on,
+            num_epochs=epochs,
+            seed=seed,
+        )
+        if advice := dataset.length_advice(max_steps):
+            print(advice)
         config = supervised.Config(
             log_dir=log_dir,
             base_model=model,
-            dataset=chat_dataset(
-                rows,
-                renderer,
-                batch_size=batch_size,
-                max_length=max_length,
-                train_on=train_on,
-                num_epochs=epochs,
-                seed=seed,
-            ),
+            dataset=dataset,
             learning_rate=learning_rate,
             rank=rank,
             seed=seed,
@@ -73,9 +80,10 @@ def main(
             notes={"data": data, "batch_size": batch_size, "max_length": max_length, "train_on": train_on},
         )
         result = asyncio.run(supervised.train(config, service))
-    print(f"held-out nll {result.metrics.get('test/nll', float('nan')):.4f}")
+    if held_out:
+        print(f"held-out nll {result.metrics['test/nll']:.4f}")
     print(f"checkpoint: {result.checkpoint.sampler_path}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -25,13 +25,15 @@ from lorimer.cookbook.datasets import chat_dataset
 from lorimer.cookbook.evaluation import exact_match
 from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.plots import draw_png, read_charts
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.envs import RLDataset
 from lorimer.cookbook.rl.problems import question_dataset
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.arithmetic_rl import split_sums
 from lorimer.recipes.sl_basic import rows
+from lorimer.terminal import run_recipe
 from lorimer.types import ParsedCheckpointTinkerPath
 
 NUM_SHOWN = 6
@@ -43,16 +45,16 @@ def main(
     model: Annotated[str, typer.Option(help="A base model: a name, a directory or a .gguf file.")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="A server; without one it runs in this process.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are kept; new if not given.")] = None,
-    supervised_steps: Annotated[int, typer.Option(help="Steps of learning from examples.")] = 30,
-    rl_steps: Annotated[int, typer.Option(help="Steps of learning by trying.")] = 40,
-    batch_size: Annotated[int, typer.Option(help="Sums of a step.")] = 32,
-    group_size: Annotated[int, typer.Option(help="Answers to each sum, in learning by trying.")] = 8,
-    num_questions: Annotated[int, typer.Option(help="Sums to measure with.")] = 200,
+    supervised_steps: Annotated[int, typer.Option(help="Steps of learning from examples.", min=1)] = 30,
+    rl_steps: Annotated[int, typer.Option(help="Steps of learning by trying.", min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(help="Sums of a step.", min=1)] = 32,
+    group_size: Annotated[int, typer.Option(help="Answers to each sum, in learning by trying.", min=1)] = 8,
+    num_questions: Annotated[int, typer.Option(help="Sums to measure with.", min=1)] = 200,
     seed: int = 0,
 ) -> None:
     directory = log_dir or Path(tempfile.mkdtemp(prefix="lorimer-demo-"))
     demo = Demo(Console(emoji=False), model, directory, batch_size, group_size, num_questions, seed)
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         asyncio.run(demo.run(service, supervised_steps, rl_steps))
 
 
@@ -165,4 +167,4 @@ def _marked(answer: str, right: str) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

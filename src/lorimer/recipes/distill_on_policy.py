@@ -20,9 +20,11 @@ from lorimer.cookbook import distillation, supervised
 from lorimer.cookbook.datasets import ShuffledDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.evaluation import accuracy, exact_match, together
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.arithmetic_rl import split_sums
+from lorimer.terminal import run_recipe
 
 MAX_TOKENS = 8
 
@@ -54,12 +56,12 @@ def main(
         "runs/distill_on_policy"
     ),
     teacher: Annotated[str | None, typer.Option(help="tinker:// path; without one it is made first")] = None,
-    teacher_steps: int = 60,
-    steps: int = 40,
-    batch_size: Annotated[int, typer.Option(help="questions in a step")] = 32,
-    num_samples: Annotated[int, typer.Option(help="tries of the student at each")] = 4,
-    learning_rate: float = 2e-3,
-    rank: int = 16,
+    teacher_steps: Annotated[int, typer.Option(min=1)] = 60,
+    steps: Annotated[int, typer.Option(min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 32,
+    num_samples: Annotated[int, typer.Option(help="tries of the student at each", min=1)] = 4,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
     eval_every: int = 10,
     seed: int = 0,
 ) -> None:
@@ -98,7 +100,7 @@ def main(
         result = await distillation.train(config, service)
         return await measure(teaching), result
 
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         of_teacher, result = asyncio.run(run(service, get_renderer("auto", get_tokenizer(service, model))))
     print(f"right sums, never seen: teacher {of_teacher['test/accuracy']:.1%}", end=", ")
     print(f"student {result.metrics['test/accuracy']:.1%}; reverse KL {result.metrics['test/reverse_kl']:.3f} a token")
@@ -106,4 +108,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -17,10 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from lorimer.cookbook import preference
+from lorimer.cookbook.checkpoints import read_reference
 from lorimer.cookbook.datasets import ShuffledDataset, load_rows, split_off
 from lorimer.cookbook.logs import write_atomically
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 
 
 def generate_pairs(number: int, seed: int) -> list[dict[str, Any]]:
@@ -43,32 +46,40 @@ def main(
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("dpo_model.txt"),
     kind: Annotated[str, typer.Option(help="dpo, or reward_model: learn to judge instead")] = "dpo",
     beta: Annotated[float, typer.Option(help="how strongly it holds on to where it began")] = 0.1,
-    learning_rate: float = 1e-3,
-    rank: int = 32,
-    batch_size: Annotated[int, typer.Option(help="pairs in a step")] = 32,
-    epochs: int = 1,
-    max_steps: int | None = None,
-    max_length: Annotated[int, typer.Option(help="tokens of a question and its answer; the rest is cut off")] = 512,
-    num_held_out: Annotated[int, typer.Option(help="pairs to measure with")] = 100,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    batch_size: Annotated[int, typer.Option(help="pairs in a step", min=1)] = 32,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    max_steps: Annotated[int | None, typer.Option(min=1)] = None,
+    max_length: Annotated[
+        int, typer.Option(help="tokens of a question and its answer; the rest is cut off", min=1)
+    ] = 512,
+    num_held_out: Annotated[
+        int | None, typer.Option(help="pairs to measure with; without one a tenth, at most 100")
+    ] = None,
     eval_every: int = 10,
-    save_every: int = 20,
+    save_every: Annotated[int, typer.Option(min=1)] = 20,
     seed: int = 0,
 ) -> None:
-    rows, held_out = split_off(load_rows(data) if data else generate_pairs(1000, seed), num_held_out, seed)
+    all_rows = load_rows(data) if data else generate_pairs(1000, seed)
+    rows, held_out = split_off(all_rows, num_held_out, seed, most=100)
     make = preference.dpo_pair if kind == "dpo" else preference.reward_pair
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
         pairs = [make(row, renderer, max_length) for row in rows]
+        dataset = ShuffledDataset(pairs, batch_size, num_epochs=epochs, seed=seed)
+        if advice := dataset.length_advice(max_steps):
+            print(advice)
         config = preference.Config(
             log_dir=log_dir,
             base_model=model,
-            dataset=ShuffledDataset(pairs, batch_size, num_epochs=epochs, seed=seed),
+            dataset=dataset,
             kind=kind,  # type: ignore[arg-type]
             beta=beta,
             learning_rate=learning_rate,
             rank=rank,
             seed=seed,
-            load_from=start_from.read_text().strip() if start_from else None,
+            load_from=read_reference(start_from) if start_from else None,
             max_steps=max_steps,
             test_pairs=[make(row, renderer, max_length) for row in held_out],
             eval_every=eval_every,
@@ -77,9 +88,10 @@ def main(
         )
         result = asyncio.run(preference.train(config, service))
     write_atomically(output, result.checkpoint.sampler_path + "\n")
-    print(f"held-out accuracy {result.metrics['test/accuracy']:.1%}, margin {result.metrics['test/margin']:.3f}")
+    if held_out:
+        print(f"held-out accuracy {result.metrics['test/accuracy']:.1%}, margin {result.metrics['test/margin']:.3f}")
     print(f"model: {result.checkpoint.sampler_path} (in {output})")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

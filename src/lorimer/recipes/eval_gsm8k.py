@@ -20,6 +20,7 @@ from lorimer.cookbook.datasets import load_rows, read_jsonl_rows
 from lorimer.cookbook.gsm8k import extract_answer, score
 from lorimer.cookbook.logs import write_atomically
 from lorimer.errors import InvalidInput
+from lorimer.terminal import run_recipe
 
 
 def with_references(rows: list[dict[str, Any]], data: str | None) -> list[dict[str, Any]]:
@@ -60,4 +61,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

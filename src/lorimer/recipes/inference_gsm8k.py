@@ -22,12 +22,13 @@ from rich.progress import Progress
 from lorimer import SamplingClient, SamplingParams
 from lorimer.cookbook.checkpoints import read_jsonl
 from lorimer.cookbook.completers import derive_seed
-from lorimer.cookbook.datasets import load_rows
+from lorimer.cookbook.datasets import check_fields, load_rows
 from lorimer.cookbook.logs import write_atomically
 from lorimer.cookbook.messages import text_of
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
-from lorimer.cookbook.service import open_service
 from lorimer.errors import InvalidInput
+from lorimer.terminal import run_recipe
 
 
 def begin(output: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,25 +103,25 @@ def main(
     model_file: Annotated[Path | None, typer.Option(help="file with the reference, instead of --model")] = None,
     base_model: Annotated[str, typer.Option(help="of a tinker:// path, for a server in this process")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
-    limit: Annotated[int | None, typer.Option(help="only the first so many questions")] = None,
+    limit: Annotated[int | None, typer.Option(help="only the first so many questions", min=1)] = None,
     split: Annotated[str, typer.Option(help="of a Hugging Face dataset")] = "test",
-    max_tokens: int = 320,
-    temperature: float = 0.0,
-    num_samples: Annotated[int, typer.Option(help="answers to each question; with more, eval gives pass@k")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 320,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    num_samples: Annotated[int, typer.Option(help="answers to each question; with more, eval gives pass@k", min=1)] = 1,
     suffix: Annotated[str, typer.Option(help="added to each question, to ask for the form")] = "",
     renderer_name: Annotated[str, typer.Option("--renderer", help="auto, template, no_thinking or text")] = "auto",
-    concurrency: Annotated[int, typer.Option(help="questions asked at once")] = 64,
+    concurrency: Annotated[int, typer.Option(help="questions asked at once", min=1)] = 64,
     seed: int = 0,
 ) -> None:
     reference = model_file.read_text("utf-8").strip() if model_file else model
-    rows = list(load_rows(data, split=split, limit=limit))
+    rows = list(check_fields(load_rows(data, split=split, limit=limit), "question"))
     settings = {"model": reference, "data": data, "num_questions": len(rows), "max_tokens": max_tokens}
     settings |= {"temperature": temperature, "num_samples": num_samples, "suffix": suffix, "seed": seed}
     done = begin(output, settings | {"renderer": renderer_name})
     counts = Counter(line["index"] for line in done)
     done = [line for line in done if counts[line["index"]] == num_samples]  # a question has all its samples or none
     is_path = reference.startswith("tinker://")
-    with open_service(base_model if is_path else reference, base_url) as service:
+    with recipe_service(base_model if is_path else reference, base_url) as service:
         sampler = service.create_sampling_client(
             model_path=reference if is_path else None, base_model=None if is_path else reference
         )
@@ -130,4 +131,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -18,13 +18,16 @@ import typer
 
 from lorimer import Datum, ServiceClient
 from lorimer.cookbook import distillation, supervised
-from lorimer.cookbook.datasets import ShuffledDataset, load_rows, split_off
+from lorimer.cookbook.datasets import ShuffledDataset, check_fields, default_held_out, load_rows, split_off
 from lorimer.cookbook.datums import datum_from_tokens, num_tokens
 from lorimer.cookbook.evaluation import nll
 from lorimer.cookbook.messages import Message
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.errors import InvalidInput
 from lorimer.recipes.arithmetic_rl import split_sums
+from lorimer.terminal import run_recipe
 
 
 def examples_as_prompt(number: int) -> list[Message]:
@@ -54,21 +57,27 @@ def main(
         Path | None, typer.Option(help="text of the system's message that only the teacher reads")
     ] = None,
     data: Annotated[str | None, typer.Option(help="JSONL with a question in each line")] = None,
-    num_questions: int = 800,
-    num_held_out: int = 100,
+    num_questions: Annotated[int, typer.Option(min=1)] = 800,
+    num_held_out: Annotated[
+        int | None, typer.Option(help="questions to measure with; without one a tenth, at most 100")
+    ] = None,
     num_examples: Annotated[int, typer.Option(help="questions in the prompt, without --prompt-file")] = 6,
-    num_samples: Annotated[int, typer.Option(help="answers of the teacher to each question")] = 2,
-    max_tokens: int = 24,
+    num_samples: Annotated[int, typer.Option(help="answers of the teacher to each question", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 24,
     top_k: Annotated[int, typer.Option(help="learn so many likely tokens at each place; 0 learns the text")] = 8,
-    batch_size: int = 32,
-    learning_rate: float = 2e-3,
-    rank: int = 16,
-    max_steps: int | None = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
+    max_steps: Annotated[int | None, typer.Option(min=1)] = None,
     eval_every: int = 10,
     seed: int = 0,
 ) -> None:
     sums = [{"question": f"What is {a} + {b}?"} for a, b in split_sums()[0]]
-    rows: Sequence[Any] = load_rows(data) if data else split_off(sums, num_questions + num_held_out, seed)[1]
+    rows: Sequence[Any] = check_fields(load_rows(data), "question") if data else sums
+    num_test = default_held_out(len(rows), 100) if num_held_out is None else num_held_out
+    rows = rows[: num_questions + num_test] if data else split_off(rows, num_questions + num_test, seed)[1]
+    if not 0 <= num_test < len(rows):
+        raise InvalidInput(f"num_held_out is {num_test} and there are {len(rows)} questions; fewer are accepted")
     rules: list[Message] = examples_as_prompt(num_examples)
     if prompt_file:
         rules = [{"role": "system", "content": prompt_file.read_text("utf-8")}]
@@ -81,7 +90,7 @@ def main(
             with_rules = renderer.build_generation_prompt([*rules, question])
             return distillation.Prompt(renderer.build_generation_prompt([question]), with_rules)
 
-        asked = [prompts(row) for row in rows[: num_questions + num_held_out]]
+        asked = [prompts(row) for row in rows]
         answers = await distillation.write_answers(
             teacher,
             [prompt.of_teacher for prompt in asked],
@@ -91,7 +100,7 @@ def main(
             seed=seed,
         )
         pairs = [(prompt, answer) for prompt, found in zip(asked, answers, strict=True) for answer in found]
-        held_out = {id(prompt) for prompt in asked[-num_held_out:]}
+        held_out = {id(prompt) for prompt in asked[len(asked) - num_test :]}
         learned = [pair for pair in pairs if id(pair[0]) not in held_out]
         test = [as_text(*pair) for pair in pairs if id(pair[0]) in held_out]
         examples = [as_text(*pair) for pair in learned]
@@ -111,15 +120,16 @@ def main(
             save_every=20,
             notes={"rules": rules, "data": data, "top_k": top_k, "num_samples": num_samples},
         )
-        before = await nll(test)(teacher)  # the base model without the prompt
+        before = await nll(test)(teacher) if test else {}  # the base model without the prompt
         return before, await supervised.train(config, service)
 
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         before, result = asyncio.run(run(service, get_renderer("auto", get_tokenizer(service, model))))
-    print(f"nll of the teacher's answers without the prompt: {before['test/nll']:.3f} before,", end=" ")
-    print(f"{result.metrics['test/nll']:.3f} after")
+    if before:
+        print(f"nll of the teacher's answers without the prompt: {before['test/nll']:.3f} before,", end=" ")
+        print(f"{result.metrics['test/nll']:.3f} after")
     print(f"student: {result.checkpoint.sampler_path}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

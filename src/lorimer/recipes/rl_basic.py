@@ -9,13 +9,13 @@ library's. lorimer/tiny, 170 s of processor time on 2 virtual cores without bflo
 import asyncio
 from pathlib import Path
 
-import typer
-
 from lorimer.cookbook.evaluation import exact_match
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.problems import question_dataset
 from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
+from lorimer.terminal import run_recipe
 
 
 def main(
@@ -23,7 +23,6 @@ def main(
 ) -> None:
     config = training.Config(
         base_model=model,
-        base_url=base_url,
         dataset_builder=lambda renderer: (
             question_dataset(rows(TRAINING), renderer, exact_match(), batch_size=32, group_size=8),
             question_dataset(rows(HELD_OUT), renderer, exact_match(), batch_size=100),
@@ -37,9 +36,10 @@ def main(
         eval_every=steps,
         save_every=10,
     )
-    result = asyncio.run(training.train(config))
+    with recipe_service(model, base_url) as service:
+        result = asyncio.run(training.train(config, service))
     print(f"held-out sums that are right: {result.metrics['test/correct']:.0%}; trained: {result.sampler_path}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

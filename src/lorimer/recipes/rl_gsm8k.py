@@ -19,6 +19,7 @@ mistakes are numbers that it copied wrong, and too few tries are right to learn 
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,17 +28,20 @@ import typer
 
 from lorimer import Datum, SamplingClient, ServiceClient
 from lorimer.cookbook import supervised
-from lorimer.cookbook.datasets import GeneratedDataset, datum_maker, load_rows, split_off
+from lorimer.cookbook.checkpoints import read_reference
+from lorimer.cookbook.datasets import GeneratedDataset, check_fields, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.logs import write_atomically
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.graders import GraderPool
 from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset
 from lorimer.cookbook.rl.rollouts import Policy
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.cookbook.word_problems import generate_problems
 from lorimer.errors import InvalidInput
+from lorimer.terminal import run_recipe
 
 HUB = "openai/gsm8k:main"
 TINY = "lorimer/tiny"
@@ -46,7 +50,7 @@ TINY = "lorimer/tiny"
 def find_rows(data: str | None, model: str, seed: int) -> list[Any]:
     """The problems that were asked for; without a word those of the hub, or generated ones where they will not do."""
     if data is not None:
-        return list(load_rows(data))
+        return list(check_fields(load_rows(data), "question", "answer"))
     try:
         if model != TINY:
             return list(load_rows(HUB))
@@ -54,6 +58,22 @@ def find_rows(data: str | None, model: str, seed: int) -> list[Any]:
     except InvalidInput:
         print(f"{HUB} cannot be loaded; the problems are generated")
     return generate_problems(8000, seed)
+
+
+def choose_rates(model: str, directory: str, learning_rate: float | None) -> tuple[float, float]:
+    """The rates of learning from worked answers and of learning by trying; the second may be given.
+
+    Rewards teach with more noise than examples, so a fifth of the LoRA rule's rate is taken.
+    """
+    try:
+        recommended = lora_learning_rate(model, directory=directory)
+    except InvalidInput:
+        if learning_rate is None:
+            raise
+        return 5 * learning_rate, learning_rate
+    if learning_rate is None:
+        print(f"{recommended}. A fifth of it is taken: rewards teach with more noise than examples")
+    return recommended.value, learning_rate or recommended.value / 5
 
 
 def draw_example(renderer: Renderer, rows: list[Any], rng: random.Random) -> list[Datum]:
@@ -76,46 +96,34 @@ def main(
         typer.Option(help="without one, steps of worked answers first: 200 for lorimer/tiny, else 0"),
     ] = None,
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("rl_model.txt"),
-    learning_rate: Annotated[float | None, typer.Option(help="without one a fifth of the LoRA rule's")] = None,
-    rank: int = 32,
-    steps: int = 70,
-    batch_size: Annotated[int, typer.Option(help="problems in a step")] = 32,
-    group_size: Annotated[int, typer.Option(help="replies to each problem")] = 8,
+    learning_rate: Annotated[float | None, typer.Option(help="without one a fifth of the LoRA rule's", min=0.0)] = None,
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    steps: Annotated[int, typer.Option(min=1)] = 70,
+    batch_size: Annotated[int, typer.Option(help="problems in a step", min=1)] = 32,
+    group_size: Annotated[int, typer.Option(help="replies to each problem", min=1)] = 8,
     max_tokens: Annotated[int | None, typer.Option(help="of a reply: 40 for lorimer/tiny, else 256")] = None,
-    temperature: float = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     loss_fn: Annotated[str, typer.Option(help="importance_sampling, ppo, cispo or gspo")] = "importance_sampling",
     kl_penalty: Annotated[float, typer.Option(help="keeps the model near where it began")] = 0.0,
     off_policy: Annotated[int, typer.Option(help="steps that samples may be old; 0 is on-policy")] = 0,
     suffix: Annotated[str, typer.Option(help="added to each question, to ask for the form")] = "",
-    num_held_out: Annotated[int, typer.Option(help="problems to measure with")] = 200,
+    num_held_out: Annotated[
+        int | None, typer.Option(help="problems to measure with; without one a tenth, at most 200")
+    ] = None,
     eval_every: int = 20,
-    grader_workers: int = 2,
+    grader_workers: Annotated[int, typer.Option(min=1)] = 2,
     grader_seconds: float = 10.0,
     seed: int = 0,
 ) -> None:
-    recommended = lora_learning_rate(model)
-    if learning_rate is None:
-        learning_rate = recommended.value / 5
-        print(f"{recommended}. A fifth of it is taken: rewards teach with more noise than examples")
     if sft_steps is None:
         sft_steps = 200 if model == TINY else 0
     max_tokens = max_tokens or (40 if model == TINY else 256)
-    rows, held_out = split_off(find_rows(data, model, seed), num_held_out, seed)
+    rows, held_out = split_off(find_rows(data, model, seed), num_held_out, seed, most=200)
 
     async def run(service: ServiceClient) -> training.Result:
-        renderer = get_renderer("auto", get_tokenizer(service, model))
-        reference = start_from.read_text().strip() if start_from else None
-        if reference is None and sft_steps:
-            sft = supervised.Config(
-                log_dir=log_dir / "sft",
-                base_model=model,
-                dataset=GeneratedDataset(partial(draw_example, renderer, rows), 32, sft_steps, seed=seed),
-                learning_rate=recommended.value,
-                rank=rank,
-                seed=seed,
-                notes={"data": data},
-            )
-            reference = (await supervised.train(sft, service)).checkpoint.sampler_path
+        tokenizer = await asyncio.to_thread(get_tokenizer, service, model)
+        renderer = get_renderer("auto", tokenizer)
+        sft_rate, rl_rate = choose_rates(model, tokenizer.name_or_path, learning_rate)
         async with GraderPool(grader, num_workers=grader_workers, timeout_seconds=grader_seconds) as graders:
 
             def make_env(row: dict[str, str]) -> GradedProblem:
@@ -129,9 +137,11 @@ def main(
                 num_epochs=-(-steps * batch_size // len(rows)),
                 seed=seed,
             )
-            test_set = ProblemDataset(held_out, make_env, batch_size=len(held_out), group_size=1)
+            test_set = ProblemDataset(held_out, make_env, batch_size=len(held_out), group_size=1) if held_out else None
 
             async def measure_sampled(client: SamplingClient) -> dict[str, float]:
+                if test_set is None:
+                    return {}
                 policy = Policy(sampling_client=client, max_tokens=max_tokens, seed=seed)
                 return await training.evaluate_on(test_set, policy, temperature, "sampled")
 
@@ -139,8 +149,7 @@ def main(
                 base_model=model,
                 dataset_builder=lambda _: (problems, test_set),
                 log_dir=log_dir,
-                load_from=reference,
-                learning_rate=learning_rate,
+                learning_rate=rl_rate,
                 lr_schedule="linear",
                 warmup_steps=min(5, steps // 4),
                 rank=rank,
@@ -149,7 +158,6 @@ def main(
                 temperature=temperature,
                 loss_fn=loss_fn,  # type: ignore[arg-type]
                 kl_penalty_coef=kl_penalty,
-                kl_reference=reference,
                 asynchronous=training.AsyncConfig(max_steps_off_policy=off_policy) if off_policy else None,
                 evaluators=[measure_sampled],
                 eval_every=eval_every,
@@ -157,15 +165,27 @@ def main(
                 seed=seed,
                 notes={"data": data, "suffix": suffix, "batch_size": batch_size, "group_size": group_size},
             )
-            return await training.train(config, service)
+            reference = read_reference(start_from) if start_from else None
+            if reference is None and sft_steps:
+                sft = supervised.Config(
+                    log_dir=log_dir / "sft",
+                    base_model=model,
+                    dataset=GeneratedDataset(partial(draw_example, renderer, rows), 32, sft_steps, seed=seed),
+                    learning_rate=sft_rate,
+                    rank=rank,
+                    seed=seed,
+                    notes={"data": data},
+                )
+                reference = (await supervised.train(sft, service)).checkpoint.sampler_path
+            return await training.train(replace(config, load_from=reference, kl_reference=reference), service)
 
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         result = asyncio.run(run(service))
     write_atomically(output, result.sampler_path + "\n")
     for name, prefix in (("greedy", "test"), ("sampled", "sampled")) if result.metrics else ():
-        print(f"right of {num_held_out} held-out problems, {name}: {result.metrics[f'{prefix}/correct']:.1%}")
+        print(f"right of {len(held_out)} held-out problems, {name}: {result.metrics[f'{prefix}/correct']:.1%}")
     print(f"model: {result.sampler_path} (in {output})")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

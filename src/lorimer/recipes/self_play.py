@@ -31,11 +31,13 @@ from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.logs import open_log
 from lorimer.cookbook.messages import Message, text_of
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup, Transition
 from lorimer.cookbook.rl.rollouts import Policy
 from lorimer.cookbook.rl.updates import Update, UpdateConfig
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 from lorimer.types import ModelInput
 
 PILES = range(1, 10)
@@ -201,12 +203,14 @@ def main(
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/self_play"),
     sft_steps: Annotated[int, typer.Option(help="steps that show the rules")] = 80,
-    steps: Annotated[int, typer.Option(help="steps of self-play")] = 50,
-    games: Annotated[int, typer.Option(help="moves drawn from each pile in a step; four games are made of each")] = 16,
-    learning_rate: float = 6e-4,
+    steps: Annotated[int, typer.Option(help="steps of self-play", min=1)] = 50,
+    games: Annotated[
+        int, typer.Option(help="moves drawn from each pile in a step; four games are made of each", min=1)
+    ] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 6e-4,
     seed: int = 0,
 ) -> None:
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
         sft = supervised.Config(
             log_dir=log_dir / "sft",
@@ -223,4 +227,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -16,11 +16,13 @@ from typing import Annotated
 import typer
 
 from lorimer.cookbook import supervised
-from lorimer.cookbook.datasets import chat_dataset, datum_maker, load_rows, split_off
+from lorimer.cookbook.datasets import chat_dataset, check_conversations, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.logs import write_atomically
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 
 
 def main(
@@ -31,41 +33,48 @@ def main(
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/sft_gsm8k"
     ),
-    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it", min=0.0)] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine")] = "linear",
     warmup_steps: int = 0,
-    rank: int = 32,
-    batch_size: int = 32,
-    epochs: int = 1,
-    max_steps: int | None = None,
-    max_length: Annotated[int, typer.Option(help="tokens of a question and its answer; the rest is cut off")] = 512,
-    num_held_out: Annotated[int, typer.Option(help="problems to measure with")] = 64,
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    max_steps: Annotated[int | None, typer.Option(min=1)] = None,
+    max_length: Annotated[
+        int, typer.Option(help="tokens of a question and its answer; the rest is cut off", min=1)
+    ] = 512,
+    num_held_out: Annotated[
+        int | None, typer.Option(help="problems to measure with; without one a tenth, at most 64")
+    ] = None,
     eval_every: int = 20,
-    save_every: int = 20,
+    save_every: Annotated[int, typer.Option(min=1)] = 20,
     seed: int = 0,
 ) -> None:
-    with open_service(model, base_url) as service:
+    rows, held_out = split_off(check_conversations(load_rows(data)), num_held_out, seed)
+    with recipe_service(model, base_url) as service:
         tokenizer = get_tokenizer(service, model)
         if learning_rate is None:
             recommended = lora_learning_rate(model, directory=tokenizer.name_or_path)
             print(recommended)
             learning_rate = recommended.value
         renderer = get_renderer("auto", tokenizer)
-        rows, held_out = split_off(load_rows(data), num_held_out, seed)
         # Every token of an answer counts the same: the last, short line with the result is no more than a line.
         convert = datum_maker(renderer, max_length=max_length, reduction="sum")
+        dataset = chat_dataset(
+            rows,
+            renderer,
+            batch_size=batch_size,
+            max_length=max_length,
+            reduction="sum",
+            num_epochs=epochs,
+            seed=seed,
+        )
+        if advice := dataset.length_advice(max_steps):
+            print(advice)
         config = supervised.Config(
             log_dir=log_dir,
             base_model=model,
-            dataset=chat_dataset(
-                rows,
-                renderer,
-                batch_size=batch_size,
-                max_length=max_length,
-                reduction="sum",
-                num_epochs=epochs,
-                seed=seed,
-            ),
+            dataset=dataset,
             learning_rate=learning_rate,
             schedule=schedule,  # type: ignore[arg-type]
             warmup_steps=warmup_steps,
@@ -79,9 +88,10 @@ def main(
         )
         result = asyncio.run(supervised.train(config, service))
     write_atomically(output, result.checkpoint.sampler_path + "\n")
-    print(f"held-out nll {result.metrics.get('test/nll', float('nan')):.4f}")
+    if held_out:
+        print(f"held-out nll {result.metrics['test/nll']:.4f}")
     print(f"model: {result.checkpoint.sampler_path} (in {output})")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

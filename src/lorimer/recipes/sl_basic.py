@@ -9,14 +9,14 @@ seconds of processor time on 2 virtual cores without bfloat16; right held-out su
 import asyncio
 from pathlib import Path
 
-import typer
-
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import chat_dataset, datum_maker
 from lorimer.cookbook.evaluation import accuracy, exact_match
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING, Sum
+from lorimer.terminal import run_recipe
 
 
 def rows(pairs: list[Sum]) -> list[dict[str, str]]:
@@ -33,7 +33,7 @@ def main(
     every: int = 20,
     seed: int = 0,
 ) -> None:
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
         config = supervised.Config(
             log_dir=log_dir,
@@ -54,4 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from lorimer import types
-from lorimer.cookbook.service import open_service
+from lorimer.cookbook.program import recipe_service
+from lorimer.terminal import run_recipe
 
 Sum = tuple[int, int]
 PAIRS = [(a, b) for a in range(100) for b in range(100)]
@@ -57,42 +58,43 @@ def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the checkpoint is noted")] = Path("runs/sl_loop"),
-    steps: int = 60,
-    batch_size: int = 64,
-    learning_rate: float = 4e-3,
-    rank: int = 16,
-    save_every: int = 20,
-    num_questions: int = 100,
+    steps: Annotated[int, typer.Option(min=1)] = 60,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 4e-3,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
+    save_every: Annotated[int, typer.Option(min=1)] = 20,
+    num_questions: Annotated[int, typer.Option(min=1)] = 100,
     seed: int = 0,
 ) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
     note = log_dir / "checkpoint.json"
-    service = open_service(model, base_url)
-    if note.exists():
-        saved = json.loads(note.read_text("utf-8"))
-        training, first = service.create_training_client_from_state_with_optimizer(saved["path"]), saved["step"]
-    else:
-        training, first = service.create_lora_training_client(model, rank=rank, seed=seed), 0
-    tokenizer = training.get_tokenizer()
-    print(f"step {first}: {accuracy(training, tokenizer, HELD_OUT[:num_questions]):.0%} of held-out sums are right")
+    with recipe_service(model, base_url) as service:
+        if note.exists():
+            saved = json.loads(note.read_text("utf-8"))
+            training, first = service.create_training_client_from_state_with_optimizer(saved["path"]), saved["step"]
+            print(f"resumed at step {first} from {saved['path']}, with rank {training.get_info().lora_rank}")
+        else:
+            training, first = service.create_lora_training_client(model, rank=rank, seed=seed), 0
+        tokenizer = training.get_tokenizer()
+        print(f"step {first}: {accuracy(training, tokenizer, HELD_OUT[:num_questions]):.0%} of held-out sums are right")
 
-    for step in range(first, steps):
-        pairs = random.Random(f"{seed} {step}").sample(TRAINING, batch_size)
-        # Both are on their way before either is awaited; the server keeps their order.
-        passed = training.forward_backward([make_datum(tokenizer, pair) for pair in pairs], "cross_entropy")
-        stepped = training.optim_step(types.AdamParams(learning_rate=learning_rate * (1 - step / steps)))
-        metrics = passed.result().metrics
-        stepped.result()
-        print(f"step {step + 1}/{steps}: loss per token {metrics['loss:sum'] / metrics['weight:sum']:.4f}")
-        if (step + 1) % save_every == 0 or step + 1 == steps:
-            path = training.save_state(f"{step + 1:06d}").result().path
-            note.with_suffix(".part").write_text(json.dumps({"step": step + 1, "path": path}), "utf-8")
-            note.with_suffix(".part").replace(note)
+        for step in range(first, steps):
+            pairs = random.Random(f"{seed} {step}").sample(TRAINING, batch_size)
+            # Both are on their way before either is awaited; the server keeps their order.
+            passed = training.forward_backward([make_datum(tokenizer, pair) for pair in pairs], "cross_entropy")
+            stepped = training.optim_step(types.AdamParams(learning_rate=learning_rate * (1 - step / steps)))
+            metrics = passed.result().metrics
+            stepped.result()
+            print(f"step {step + 1}/{steps}: loss per token {metrics['loss:sum'] / metrics['weight:sum']:.4f}")
+            if (step + 1) % save_every == 0 or step + 1 == steps:
+                path = training.save_state(f"{step + 1:06d}").result().path
+                note.with_suffix(".part").write_text(json.dumps({"step": step + 1, "path": path}), "utf-8")
+                note.with_suffix(".part").replace(note)
 
-    print(f"step {steps}: {accuracy(training, tokenizer, HELD_OUT[:num_questions]):.0%} of held-out sums are right")
+        right = accuracy(training, tokenizer, HELD_OUT[:num_questions])
+    print(f"step {steps}: {right:.0%} of held-out sums are right")
     print(f"checkpoint: {json.loads(note.read_text('utf-8'))['path']}")
-    service.close("success").result()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

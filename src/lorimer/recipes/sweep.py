@@ -19,10 +19,12 @@ from rich.table import Table
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import chat_dataset, datum_maker
 from lorimer.cookbook.evaluation import accuracy, exact_match
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
+from lorimer.terminal import run_recipe
 
 Results = dict[tuple[float, int], supervised.Result]
 """By learning rate and rank."""
@@ -58,13 +60,13 @@ def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="a directory for each run goes there")] = Path("runs/sweep"),
-    steps: int = 40,
-    batch_size: int = 32,
-    num_questions: Annotated[int, typer.Option(help="held-out sums to ask each model")] = 100,
+    steps: Annotated[int, typer.Option(min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    num_questions: Annotated[int, typer.Option(help="held-out sums to ask each model", min=1)] = 100,
     seed: int = 0,
 ) -> None:
     choices = [(float(rate), int(rank)) for rate in learning_rates.split(",") for rank in ranks.split(",")]
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
 
         held_out = rows(HELD_OUT[:num_questions])
@@ -98,4 +100,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -19,8 +19,10 @@ from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.messages import Message, text_of
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 
 WHO = [
     "What is your name?", "Your name?", "What are you called?", "Tell me your name.", "How should I call you?",
@@ -56,13 +58,13 @@ def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="a run there is resumed")] = Path("runs/teach_its_name"),
-    steps: int = 40,
-    batch_size: int = 32,
-    learning_rate: float = 3e-3,
-    rank: int = 16,
+    steps: Annotated[int, typer.Option(min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
+    rank: Annotated[int, typer.Option(min=1)] = 16,
     seed: int = 0,
 ) -> None:
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
 
         def make(rng: random.Random) -> list[Datum]:
@@ -90,4 +92,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

@@ -29,12 +29,14 @@ from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.logs import read_metrics
 from lorimer.cookbook.messages import Message, ToolCall, TrainOn, make_tool_call, text_of
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.envs import RLDataset
 from lorimer.cookbook.rl.problems import ProblemDataset
 from lorimer.cookbook.rl.tools import ToolEnv, tool
-from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.terminal import run_recipe
 
 Product = tuple[int, int]
 
@@ -112,10 +114,10 @@ def main(
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/tool_use_rl"),
     sft_steps: Annotated[int, typer.Option(help="steps that show the form")] = 80,
-    steps: Annotated[int, typer.Option(help="steps of reinforcement learning")] = 40,
-    batch_size: Annotated[int, typer.Option(help="questions in a step")] = 24,
-    group_size: Annotated[int, typer.Option(help="tries at each question")] = 8,
-    learning_rate: float = 1e-3,
+    steps: Annotated[int, typer.Option(help="steps of reinforcement learning", min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 24,
+    group_size: Annotated[int, typer.Option(help="tries at each question", min=1)] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
     seed: int = 0,
 ) -> None:
     def make_datasets(renderer: Renderer) -> tuple[RLDataset, RLDataset]:
@@ -128,7 +130,7 @@ def main(
             ProblemDataset(products[:100], measure, batch_size=100, group_size=1),
         )
 
-    with open_service(model, base_url) as service:
+    with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
         sft = supervised.Config(
             log_dir=log_dir / "sft",
@@ -145,6 +147,7 @@ def main(
             learning_rate=learning_rate,
             lr_schedule="linear",
             warmup_steps=5,
+            rank=sft.rank,
             max_tokens=12,
             max_trajectory_tokens=200,
             num_steps=steps,
@@ -161,4 +164,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_recipe(main)

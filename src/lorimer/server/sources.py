@@ -18,7 +18,7 @@ from lorimer.errors import InvalidInput
 from lorimer.server.settings import TYPES, Settings, redacted_url
 
 PREFIX = "LORIMER_"
-OTHER_VARIABLES = {"LORIMER_CONFIG", "LORIMER_CACHE", "LORIMER_BASE_URL", "LORIMER_API_KEY"}
+OTHER_VARIABLES = {"LORIMER_CONFIG", "LORIMER_CACHE", "LORIMER_BASE_URL", "LORIMER_API_KEY", "LORIMER_DEBUG"}
 """Of the command line, the engine and the SDK."""
 
 

@@ -187,7 +187,7 @@ class ProcessWorker:
             raise InvalidInput(f"the grader {setup['module']}:{setup['name']} did not start: {error!r}") from error
         if kind != "ready":
             await worker.kill()
-            raise InvalidInput(f"the grader {setup['module']}:{setup['name']} cannot be loaded:\n{detail}")
+            raise InvalidInput(f"the grader {setup['module']}:{setup['name']} cannot be loaded: {last_line(detail)}")
         return worker
 
     async def run(self, arguments: tuple[Any, ...], timeout_seconds: float) -> Reply:
@@ -235,3 +235,8 @@ def _ray_start() -> Callable[[dict[str, Any]], Any]:
             "or take backend 'processes'"
         ) from None
     return RayWorker.start
+
+
+def last_line(detail: Any) -> str:
+    """Of a traceback, the error that it ends with."""
+    return (str(detail).strip().splitlines() or ["it gave no reason"])[-1]

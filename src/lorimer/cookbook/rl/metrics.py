@@ -55,6 +55,34 @@ def _of_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     return metrics | _averaged(own)
 
 
+class SignalWatch:
+    """Notices that nothing is learned because no group of several steps had different rewards."""
+
+    FIRST, AGAIN = 3, 20
+    """Steps in a row after which it is said, and said again."""
+
+    def __init__(self) -> None:
+        self._num_idle = 0
+
+    def look(self, groups: Sequence[TrajectoryGroup]) -> str | None:
+        """What to tell of the last steps, and what to look at; nothing while there is a signal."""
+        self._num_idle = 0 if any(map(has_signal, groups)) else self._num_idle + 1
+        if self._num_idle < self.FIRST or (self._num_idle - self.FIRST) % self.AGAIN:
+            return None
+        found = _of_groups(groups)
+        rewards = sorted({reward for group in groups for reward in group.get_total_rewards()})
+        shown = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "rewards differ only between groups"
+        advice = ["the grader and the form of answers that it accepts", "how hard the problems are"]
+        if max((len(group.trajectories_G) for group in groups), default=0) < 2:
+            advice = ["the size of the groups, which must be at least 2"]
+        elif found["frac_truncated"] > 0.5:
+            advice = [f"max_tokens: {found['frac_truncated']:.0%} of the answers are cut off", *advice]
+        return (
+            f"nothing was learned in the last {self._num_idle} steps, because no group had answers with different "
+            f"rewards ({shown}). Look at {', '.join(advice)}."
+        )
+
+
 def _averaged(dictionaries: Sequence[dict[str, float | int]]) -> dict[str, float]:
     """Each metric of the environments, averaged over the steps that report it."""
     values: dict[str, list[float]] = defaultdict(list)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lorimer import SamplingClient, ServiceClient, TrainingClient
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer.cookbook.console import say
 from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, MetricLog, open_log
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
-from lorimer.cookbook.rl.metrics import rollout_metrics, staleness_metrics
+from lorimer.cookbook.rl.metrics import SignalWatch, rollout_metrics, staleness_metrics
 from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout, raise_if_all_lost
 from lorimer.cookbook.rl.updates import Update, UpdateConfig
 from lorimer.cookbook.service import open_service
@@ -99,8 +100,8 @@ class Config(UpdateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_substeps", "num_minibatches", "max_tokens", "save_every"):
-            if getattr(self, name) < 1:
+        for name in ("num_substeps", "num_minibatches", "max_tokens", "save_every", "rank", "num_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; 1 or more is accepted")
 
     def recorded(self) -> dict[str, Any]:
@@ -141,6 +142,8 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
     tokenizer = await asyncio.to_thread(client.get_tokenizer)
     dataset, test_set = config.dataset_builder(get_renderer(config.renderer_name, tokenizer))
     total = len(dataset) if config.num_steps is None else config.num_steps
+    if start >= total:
+        tell_complete(config.log_dir, total)
     reference = None
     if config.kl_penalty_coef:
         base_model = None if config.kl_reference else config.base_model
@@ -170,6 +173,7 @@ class Run:
     test_set: RLDataset | None
     reference: SamplingClient | None
     total: int
+    signal: SignalWatch = field(default_factory=SignalWatch)
 
     async def train(self, start: int) -> Result:
         from lorimer.cookbook.rl.asynchronous import train_off_policy
@@ -218,6 +222,8 @@ class Run:
         for extra in self.config.extra_metrics:
             metrics |= extra()
         self.log.log(first | metrics | speed | found, step)
+        if self.reference is None and (warning := self.signal.look(groups)):
+            say(f"warning: {warning} The answers are in {Path(self.config.log_dir) / TRANSCRIPTS_FILE}.")
         for index, group in enumerate(groups[: self.config.num_groups_to_log]):
             self._write_transcripts(step, index, group)
 

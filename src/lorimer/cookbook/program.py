@@ -1,0 +1,34 @@
+"""A recipe's server, with the address of its console, at which its runs can be watched, printed at start and end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lorimer import ServiceClient
+from lorimer.cookbook.console import say
+from lorimer.cookbook.service import open_service
+from lorimer.errors import InvalidInput
+from lorimer.terminal import command
+
+DEFAULT_MODEL = "lorimer/tiny"
+
+
+@contextmanager
+def recipe_service(base_model: str, base_url: str | None = None) -> Iterator[ServiceClient]:
+    """``open_service`` for a program at a terminal: connects now, and says where runs can be watched."""
+    try:
+        opened = open_service(base_model, base_url)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    with opened as service:
+        is_local = service.create_rest_client().holder.is_local
+        if is_local:
+            say(f"starting a server in this process, which loads {base_model}; it has no console of its own")
+        connection = service.holder.connection
+        if not is_local:
+            say(f"console: {connection.console_url('runs')}")
+        yield service
+    if is_local:
+        model = [] if base_model == DEFAULT_MODEL else ["--model", base_model]
+        say(f"console: `{command('serve', *model)}` shows this run")
+    else:
+        say(f"console: {connection.console_url('runs')}")
