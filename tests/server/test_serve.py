@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import time
 
@@ -74,10 +76,59 @@ def test_other_addresses_need_a_key(launch):
     assert "lorimer key create" in server.stderr()
 
 
-def test_model_that_cannot_be_loaded_is_named_and_the_server_stays(launch, tmp_path):
-    server = launch("--model", f"gone={tmp_path}/none.gguf").wait_until_ready()
-    assert "none.gguf" in server.output
-    assert httpx2.get(f"{server.url}/readyz").status_code == 503
+@pytest.mark.parametrize("others", [[], ["--model", "lorimer/tiny"]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("source", ["./nope", "gone=none.gguf", "Quen/Qwen3-8B", "lorimer/tinny"])
+def test_model_that_is_not_there_ends_the_server_before_it_listens(launch, source, others):
+    server = launch(*others, "--model", source, variables={"HF_HUB_OFFLINE": "1"})
+    assert server.process.wait(60) == 1
+    told = server.stderr()
+    assert server.process.stdout.read() == "", "it announced an address"
+    assert told.startswith("lorimer: model ") and told.count("\n") == 1 and "looked at: " in told, told
+    assert ("hub https://" in told) == ("Qwen" in source or "tinny" in source)
+
+
+def test_hub_that_cannot_be_reached_is_told_soon(launch, tmp_path):
+    variables = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    server = launch("--model", "Quen/Qwen3-8B", variables=variables)
+    began = time.monotonic()
+    assert server.process.wait(60) == 1
+    assert time.monotonic() - began < 20
+    assert "hub http://127.0.0.1:9: " in server.stderr() and "Traceback" not in server.stderr()
+
+
+def test_model_that_the_engine_refuses_ends_the_server(launch, model, tmp_path):
+    """What is wrong with it shows only when it is loaded."""
+    wrong = tmp_path / "wrong"
+    shutil.copytree(model, wrong)
+    (wrong / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    server = launch("--model", str(wrong))
+    assert server.process.wait(120) == 1
+    assert "lorimer: model 'wrong' cannot be served: " in server.stderr()
+    assert "Traceback" not in server.stderr()
+
+
+def test_interrupt_while_the_hub_is_asked_or_a_model_loads(launch, model, tmp_path):
+    """A hub that takes the question and says nothing; then an engine that is loading."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        variables = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
+        asking = launch("--model", "Quen/Qwen3-8B", variables=variables)
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1)
+            asking.process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            assert asking.process.wait(30) == 130
+            assert time.monotonic() - began < 5
+    loading = launch("--model", str(model)).wait_until_listening()
+    (engine,) = loading.engines()
+    engine.suspend()  # it would be ready too soon
+    loading.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert loading.process.wait(60) == 0
+    assert time.monotonic() - began < 8
+    for server in (asking, loading):
+        assert "Traceback" not in server.stderr()
 
 
 async def hold_polls(url: str, count: int) -> list[asyncio.StreamWriter]:

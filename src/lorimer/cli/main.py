@@ -5,7 +5,7 @@ Modules of commands load what they work with when they run, so that ``lorimer --
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,10 @@ from lorimer.cli.connection import PROBE_SECONDS, DirectoryOption, KeyOption, Ur
 from lorimer.cli.failures import NoServer, exit_on_error, sentence
 from lorimer.cli.output import Format, FormatOption, examples, note, print_json
 from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, SetOption, effective_settings
-from lorimer.errors import LorimerError, StorageError
+from lorimer.errors import InvalidInput, LorimerError, ModelNotFound, ModelRefused, StorageError
+
+if TYPE_CHECKING:
+    from lorimer.server.settings import Settings
 
 TRY, WEIGHTS, SERVICE = "Try it", "Runs and weights", "The service"
 
@@ -94,15 +97,28 @@ def serve(
     with exit_on_error():
         effective = effective_settings(flags, config, set_)
 
+        settings = effective.settings
+        check_models(settings)
+
         from rich.console import Console
 
         from lorimer.server.banner import Banner
         from lorimer.server.logs import configure_logs
         from lorimer.server.serve import run
 
-        settings = effective.settings
         configure_logs(settings.log_format, settings.log_level)
         run(settings, Banner(Console(file=sys.stdout, emoji=False)))
+
+
+def check_models(settings: "Settings") -> None:
+    """Refuse to start with models that cannot be served. What only their weights show is left to the engine."""
+    from lorimer.engine.sources import check_available
+
+    for name, config in settings.engine_configs().items():
+        try:
+            check_available(config.model, progress=lambda text, _: note(f"lorimer: {text}"))
+        except (InvalidInput, ModelNotFound, ModelRefused) as error:
+            raise ModelRefused(f"model {name!r} cannot be served: {error}") from error
 
 
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)

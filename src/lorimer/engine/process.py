@@ -174,8 +174,10 @@ class EngineProcess:
         self._process.kill()
 
     def close(self, timeout_seconds: float = 10.0) -> None:
-        """Let the pass under way end, then stop the process; one that does not listen is killed."""
+        """Let the pass under way end, then stop the process; one that loads, or does not listen, is killed."""
         self._outbox.put(encode(Shutdown()))
+        if not self.ready.done():
+            self._process.kill()
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:

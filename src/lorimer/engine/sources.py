@@ -20,12 +20,14 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import filelock
 
 from lorimer.engine.wheels import Progress, WheelModel, convert_wheel
 from lorimer.errors import InvalidInput, ModelNotFound, ModelRefused
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ ALIASES = ("lorimer/tiny", "lorimer/debug", *WHEELS)
 _CACHE_FORMAT = 1
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_HUB_SECONDS = 10.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated` files hold the same weights in other formats.
 _HUB_IGNORED = ["*/*", "consolidated*"]
@@ -72,8 +75,7 @@ def resolve(
     `ModelRefused` for a model that is found but not acceptable, and `ModelNotFound`, listing every place looked at, if
     no source has it.
     """
-    if not reference or "\0" in reference or reference.startswith("-"):
-        raise InvalidInput(f"{reference!r} cannot name a model; a directory, a .gguf file, an alias or a hub id can")
+    _check_reference(reference)
     cache = cache_directory if cache_directory is not None else default_cache_directory()
     report = progress or (lambda text, fraction: None)
     looked_at: list[str] = []
@@ -85,8 +87,39 @@ def resolve(
             or _on_hub(reference, report, looked_at, needs_weights)
         )
     if found is None:
-        raise ModelNotFound(f"no model {reference!r}; looked at:" + "".join(f"\n  - {place}" for place in looked_at))
+        raise _not_found(reference, looked_at)
     return found
+
+
+def check_available(reference: str, *, progress: Progress | None = None) -> None:
+    """Raise what `resolve` would raise for a model that is not there or not acceptable, as far as that can be known
+    before weights are fetched or converted."""
+    _check_reference(reference)
+    report = progress or (lambda text, fraction: None)
+    looked_at: list[str] = []
+    path = Path(os.path.expanduser(reference))
+    is_made_later = (os.path.isfile(path) and path.suffix.lower() == ".gguf") or (
+        reference in ALIASES and reference != "lorimer/tiny"
+    )
+    cache = default_cache_directory()
+    if is_made_later or _on_disk(reference, cache, report, looked_at):
+        return
+    if not _is_path(reference) and (
+        _alias(reference, cache, report, looked_at)
+        or _in_hub_cache(reference, looked_at, needs_weights=True)
+        or _asked_hub(reference, looked_at, lambda: _check_on_hub(reference, report))
+    ):
+        return
+    raise _not_found(reference, looked_at)
+
+
+def _check_reference(reference: str) -> None:
+    if not reference or "\0" in reference or reference.startswith("-"):
+        raise InvalidInput(f"{reference!r} cannot name a model; a directory, a .gguf file, an alias or a hub id can")
+
+
+def _not_found(reference: str, looked_at: list[str]) -> ModelNotFound:
+    return ModelNotFound(f"no model {reference!r}; looked at: {'; '.join(looked_at)}")
 
 
 def default_cache_directory() -> Path:
@@ -286,6 +319,12 @@ def _in_hub_cache(reference: str, looked_at: list[str], needs_weights: bool) -> 
 
 
 def _on_hub(reference: str, report: Progress, looked_at: list[str], needs_weights: bool) -> ModelSource | None:
+    directory = _asked_hub(reference, looked_at, lambda: _fetched(reference, report, needs_weights))
+    return ModelSource(reference, directory, "hub") if directory is not None else None
+
+
+def _asked_hub(reference: str, looked_at: list[str], ask: Callable[[], T]) -> T | None:
+    """What ``ask`` gets from the hub; none, and why in ``looked_at``, if the hub has no such model."""
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -294,7 +333,7 @@ def _on_hub(reference: str, report: Progress, looked_at: list[str], needs_weight
         looked_at.append(f"{place}: not asked, because HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
         return None
     try:
-        return ModelSource(reference, _fetched(reference, report, needs_weights), "hub")
+        return ask()
     except HFValidationError:
         looked_at.append(f"{place}: {reference!r} is not a hub id (owner/name)")
     except GatedRepoError:
@@ -312,11 +351,13 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return OSError, *(importlib.import_module(name).HTTPError for name in clients)
 
 
-def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
-    """The snapshot of a hub model; what will be refused is refused before its weights are downloaded."""
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+def _check_on_hub(reference: str, report: Progress) -> bool:
+    """True; raises for a model that the hub does not have, or that is refused without a look at its weights."""
+    from huggingface_hub import HfApi, hf_hub_download
 
     report(f"asking the hub for {reference}", None)
+    # The first question is asked once: a hub that cannot be reached is known in seconds, and not after five retries.
+    HfApi().model_info(reference, revision="main", timeout=_HUB_SECONDS)
     files = HfApi().list_repo_files(reference)
     if "config.json" not in files:
         raise ModelRefused(f"{reference!r} on the hub has no config.json, so it is not a transformers model")
@@ -324,6 +365,14 @@ def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
         raise ModelRefused(f"{reference!r} on the hub has no safetensors weights{_pickles(files)}")
     for name in {"config.json", "tokenizer_config.json"} & set(files):
         _refuse_code(Path(hf_hub_download(reference, name)))
+    return True
+
+
+def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
+    """The snapshot of a hub model; what will be refused is refused before its weights are downloaded."""
+    from huggingface_hub import snapshot_download
+
+    _check_on_hub(reference, report)
     directory = Path(
         snapshot_download(
             reference,

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from lorimer import __version__
-from lorimer.errors import LorimerError
+from lorimer.errors import InvalidInput, LorimerError, ModelRefused
 from lorimer.scheduler.models import ServedModel
 from lorimer.server.context import Context
 
@@ -46,18 +46,36 @@ class Banner:
 
     async def _load(self, context: Context, names: list[str]) -> None:
         """Wait for the models; bars where there is a terminal, lines otherwise."""
+        if not self._console.is_terminal:
+            for name in names:
+                self._print(f"model {escape(name)}: loading")
         waiting = {name: asyncio.ensure_future(context.scheduler.model_info(name)) for name in names}
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
-        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
-            tasks = {name: bars.add_task(escape(name), total=None, stage="") for name in names}
-            pending = set(waiting.values())
-            while pending:
-                _, pending = await asyncio.wait(pending, timeout=REFRESH_SECONDS if self._console.is_terminal else None)
-                for model in context.scheduler.served_models():
-                    if model.name in tasks:
-                        bars.update(tasks[model.name], stage=escape(model.stage))
+        try:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[stage]}"),
+            )
+            with Progress(
+                *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+            ) as bars:
+                tasks = {name: bars.add_task(escape(name), total=None, stage="") for name in names}
+                pending = set(waiting.values())
+                while pending:
+                    _, pending = await asyncio.wait(
+                        pending, timeout=REFRESH_SECONDS if self._console.is_terminal else None
+                    )
+                    for model in context.scheduler.served_models():
+                        if model.name in tasks:
+                            bars.update(tasks[model.name], stage=escape(model.stage))
+        finally:
+            for future in waiting.values():  # the server ends meanwhile, and nobody else waits for them
+                future.cancel()
         for name, future in waiting.items():
             error = future.exception()
+            if isinstance(error, InvalidInput):
+                raise ModelRefused(f"model {name!r} cannot be served: {error}") from error
             if error is not None and not isinstance(error, LorimerError):
                 raise error
             ended = {model.name: model for model in context.scheduler.served_models()}[name]

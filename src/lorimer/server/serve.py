@@ -108,7 +108,8 @@ def run(settings: Settings, announce: Announce) -> None:
 async def serve(settings: Settings, announce: Announce) -> None:
     """Serve until SIGINT or SIGTERM, then end in order; a second signal ends the process at once.
 
-    ``announce`` runs beside the server once it listens, with its address.
+    ``announce`` runs beside the server once it listens, with its address. A ``LorimerError`` that it raises ends the
+    server.
     """
     raise_file_limit(settings.max_concurrent_requests)
     with bind(settings) as listener:
@@ -121,14 +122,23 @@ async def serve(settings: Settings, announce: Announce) -> None:
             server = EmbeddedServer(app, listener, settings)
             serving = asyncio.create_task(server.serve())
             announcing = asyncio.create_task(announce(context, url))
+            announcing.add_done_callback(lambda task: stop.set() if refusal_of(task) else None)
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
             stopping.cancel()
             await end(context, server, serving)
             for outcome in await asyncio.gather(announcing, return_exceptions=True):
-                if isinstance(outcome, Exception):
+                if isinstance(outcome, Exception) and not refusal_of(announcing):
                     logger.error("the start could not be shown", exc_info=outcome)
+        if refusal := refusal_of(announcing):
+            raise refusal
+
+
+def refusal_of(announcing: "asyncio.Task[None]") -> LorimerError | None:
+    """Why what should be served cannot be, if that was found while it was loaded."""
+    error = None if announcing.cancelled() else announcing.exception()
+    return error if isinstance(error, LorimerError) else None
 
 
 async def end(context: Context, server: EmbeddedServer, serving: "asyncio.Task[None]") -> None:
