@@ -23,7 +23,7 @@ def plot(
     output: FormatOption = Format.table,
 ) -> None:
     """Draw the curves of one or more runs: curves.png, and curves.html for a browser."""
-    with exit_on_error():
+    with exit_on_error("cookbook"):
         from lorimer.cookbook.plots import draw_png, read_charts, write_html
 
         charts = read_charts(directories, metric or ())

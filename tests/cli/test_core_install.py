@@ -1,0 +1,92 @@
+"""``pip install lorimer`` alone: every command and recipe says in one line what is missing."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.servers import ROOT
+
+HELPER = Path(__file__).with_name("every_command.py")
+SAYS_WHAT_IS_MISSING = [
+    "demo",
+    "chat",
+    "serve",
+    "config",
+    "key create",
+    "key list",
+    "model list",
+    "model pull",
+    "export",
+]
+
+
+def requirements(name: str) -> set[str]:
+    """What a distribution needs without extras, and what that needs, by their names."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for text in metadata.requires(waiting.pop()) or []:
+            requirement, _, marker = text.partition(";")
+            needed = re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+            if "extra ==" in marker or needed in found:
+                continue
+            try:
+                metadata.version(needed)
+            except metadata.PackageNotFoundError:
+                continue  # of another platform or Python
+            found.add(needed)
+            waiting.append(needed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a fresh environment with the built wheel, and the files of what the core needs."""
+    folder = tmp_path_factory.mktemp("core")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, source], check=True)
+    (wheel,) = folder.glob("lorimer-*.whl")
+    venv.create(folder / "venv", with_pip=False)
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", packages, wheel], check=True)
+    for name in requirements("lorimer"):
+        for file in metadata.files(name) or []:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                os.symlink(file.locate(), packages / file)
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_core(core, tmp_path):
+    """A wheel is built, which fetches its build tool."""
+    variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NO_COLOR": "1"}
+    run = subprocess.run([core, HELPER], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    outcomes = json.loads(run.stdout)
+    assert {"serve", "checkpoint push-hf", "recipe demo"} <= outcomes.keys()
+    for name, ended in outcomes.items():
+        assert ended["error"] is None, (name, ended)
+        assert "Traceback" not in ended["stderr"] + ended["stdout"], (name, ended)
+        if ended["code"]:
+            told = ended["stderr"].splitlines()
+            assert len(told) == 1 and told[0].startswith("lorimer: "), (name, told)
+    assert [name for name, ended in outcomes.items() if not ended["code"]] == ["doctor", "version"]
+    for name in SAYS_WHAT_IS_MISSING:
+        assert re.search(r"pip install [\"']lorimer\[server(,cookbook)?\]", outcomes[name]["stderr"]), (
+            name,
+            outcomes[name],
+        )
