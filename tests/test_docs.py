@@ -76,6 +76,18 @@ def test_named_make_targets_exist(path):
     assert named <= make_targets()
 
 
+def test_readme_leads_to_every_document():
+    """Directly, or by one of those that it names; and it says how to install without make."""
+    text = README.read_text("utf-8")
+    named = set(re.findall(r"\]\((docs/[\w-]+\.md)", text))
+    further = {
+        f"docs/{name}" for path in named for name in re.findall(r"\]\(([\w-]+\.md)", (ROOT / path).read_text("utf-8"))
+    }
+    assert {"docs/recipes.md", "docs/evaluation.md"} <= named
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= named | further
+    assert 'pip install ".[server,cookbook]"' in text
+
+
 @pytest.mark.parametrize(("name", "most"), MOST_LINES.items(), ids=MOST_LINES)
 def test_document_is_short(name, most):
     assert len((ROOT / name).read_text("utf-8").splitlines()) <= most

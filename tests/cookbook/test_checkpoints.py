@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lorimer import AdamParams, NotFoundError
+from lorimer import AdamParams, BadRequestError, NotFoundError
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, append_jsonl, open_training_client, read_jsonl
 from lorimer.cookbook.datums import datum_from_tokens
 from lorimer.errors import CheckpointError
@@ -19,7 +19,7 @@ async def step(client):
     return (await passed).metrics["loss:sum"]
 
 
-async def test_goes_on_where_it_was(service, log_dir):
+async def test_goes_on_where_it_was(service, log_dir, capsys):
     checkpoints = Checkpoints(log_dir)
     assert checkpoints.last() is None
     client, start = await open_training_client(service, base_model=MODEL, rank=4, checkpoints=checkpoints, seed=7)
@@ -34,6 +34,7 @@ async def test_goes_on_where_it_was(service, log_dir):
         service, base_model=MODEL, rank=4, checkpoints=Checkpoints(log_dir), seed=7
     )
     assert start == 2
+    assert capsys.readouterr().out == f"resumed at step 2 from {saved.state_path}\n"
     assert [await step(resumed) for _ in range(2)] == losses[2:], "with the optimiser, to the last bit"
 
     begun, start = await open_training_client(
@@ -42,6 +43,21 @@ async def test_goes_on_where_it_was(service, log_dir):
     assert start == 0
     assert await step(begun) == losses[2]
     assert await step(begun) != losses[3], "the weights without the optimiser"
+    assert capsys.readouterr().out == ""
+
+
+async def test_rank_that_loaded_weights_do_not_have_is_told_and_refused(service, log_dir, capsys):
+    checkpoints = Checkpoints(log_dir)
+    client, _ = await open_training_client(service, base_model=MODEL, rank=4, checkpoints=checkpoints, seed=7)
+    saved = await checkpoints.save_async(client, 1)
+    await open_training_client(
+        service, base_model=MODEL, rank=8, checkpoints=Checkpoints(log_dir / "other"), load_from=saved.state_path
+    )
+    told = f"rank 8 is not used: {saved.state_path} has rank 4, and the run goes on with that\n"
+    assert capsys.readouterr().out == told
+    other = await service.create_lora_training_client_async(MODEL, rank=8)
+    with pytest.raises(BadRequestError, match="the weights have rank 4, the run 8"):
+        await other.load_state(saved.state_path)
 
 
 async def test_what_is_saved_is_settled_when_it_is_asked_for(service, log_dir):

@@ -59,7 +59,10 @@ def run_recipe(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def run(recipe: str, /, **options: object) -> str:
         app = typer.Typer()
         app.command()(importlib.import_module(f"lorimer.recipes.{recipe}").main)
-        command = recipe_command(recipe, **({"base_url": base_url, "log_dir": tmp_path / "log"} | options))
+        given = {"base_url": base_url, "log_dir": tmp_path / "log"} | options
+        if recipe == "inference_gsm8k":
+            given.pop("log_dir")
+        command = recipe_command(recipe, **given)
         ended = CliRunner().invoke(
             app, command[command.index(f"lorimer.recipes.{recipe}") + 1 :], catch_exceptions=False
         )

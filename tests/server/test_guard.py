@@ -203,6 +203,26 @@ async def test_what_clients_repeat_is_logged_for_debugging_only(start, caplog):
         assert levels == {HEALTH: "DEBUG", "/zeros": "INFO"}
 
 
+async def test_open_pages_of_the_console_do_not_fill_the_log(start, caplog):
+    """Its files and all that it polls; what changes something and what fails are still there."""
+    caplog.set_level(logging.DEBUG, "lorimer.access")
+    async with start() as running:
+        for path in ("/", "/console/runs", "/console/static/app.js", "/console/static/style.css"):
+            answer = await running.http.get(path)
+            again = await running.http.get(path, headers={"If-None-Match": answer.headers["etag"]})
+            assert (answer.status_code, again.status_code) == (200, 304)
+        for name in ("whoami", "overview", "keys", "checkpoints", "training_runs", "billing/usage/checkpoints/current"):
+            assert (await running.http.get(f"/api/v1/{name}")).status_code == 200, name
+        assert (await running.http.post("/api/v1/sessions/search", json={})).status_code == 200
+        assert (await running.http.get("/v1/models")).status_code == 200
+        assert {r.levelname for r in caplog.records if r.name == "lorimer.access"} == {"DEBUG"}
+        caplog.clear()
+        await running.http.get("/api/v1/training_runs/none")
+        await running.http.get("/console/static/none.js")
+        await running.http.post("/api/v1/keys", json={})
+        assert [r.levelname for r in caplog.records if r.name == "lorimer.access"] == ["INFO"] * 3
+
+
 async def test_client_that_leaves_is_no_error(start, caplog):
     async with start() as running:
 

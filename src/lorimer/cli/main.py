@@ -31,7 +31,7 @@ app = typer.Typer(
     "`lorimer COMMAND --help` has examples. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 data directory in use, "
     "4 not there or not allowed, 5 no server.",
 )
-app.command(rich_help_panel=TRY, epilog=examples("lorimer demo", "lorimer demo --steps 8 --log-dir ./demo"))(demo.demo)
+app.command(rich_help_panel=TRY, epilog=examples("lorimer demo", "lorimer demo --steps 60 --log-dir ./demo"))(demo.demo)
 app.command(
     rich_help_panel=TRY,
     epilog=examples(

@@ -22,10 +22,14 @@ IN_ORDER = {0, 130}
 
 
 @contextmanager
-def own_server(model: str, log: Path, tell: Callable[[str], None]) -> Iterator[str]:
-    """The address of a server of ``model``; its log goes to ``log``, ``tell`` gets what people should know."""
+def own_server(model: str, log: Path, tell: Callable[[str], None], data: Path | None = None) -> Iterator[str]:
+    """The address of a server of ``model``; its log goes to ``log``, ``tell`` gets what people should know.
+
+    Without ``data`` it has the data directory of the settings.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    server = OwnServer(["--model", model], log, tell)
+    flags = ["--model", model, *(["--data", str(data)] if data else [])]
+    server = OwnServer(flags, log, tell)
     try:
         yield server.start()
     finally:

@@ -33,19 +33,20 @@ from lorimer.cookbook.rl.problems import question_dataset
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.recipes.arithmetic_rl import split_sums
 from lorimer.recipes.sl_basic import rows
-from lorimer.terminal import run_recipe
+from lorimer.terminal import command, run_recipe
 from lorimer.types import ParsedCheckpointTinkerPath
 
 NUM_SHOWN = 6
 MAX_TOKENS = 8
 RANK = 16
+SUPERVISED_STEPS = 30
 
 
 def main(
     model: Annotated[str, typer.Option(help="A base model: a name, a directory or a .gguf file.")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="A server; without one it runs in this process.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are kept; new if not given.")] = None,
-    supervised_steps: Annotated[int, typer.Option(help="Steps of learning from examples.", min=1)] = 30,
+    supervised_steps: Annotated[int, typer.Option(help="Steps of learning from examples.", min=1)] = SUPERVISED_STEPS,
     rl_steps: Annotated[int, typer.Option(help="Steps of learning by trying.", min=1)] = 40,
     batch_size: Annotated[int, typer.Option(help="Sums of a step.", min=1)] = 32,
     group_size: Annotated[int, typer.Option(help="Answers to each sum, in learning by trying.", min=1)] = 8,
@@ -54,8 +55,18 @@ def main(
 ) -> None:
     directory = log_dir or Path(tempfile.mkdtemp(prefix="lorimer-demo-"))
     demo = Demo(Console(emoji=False), model, directory, batch_size, group_size, num_questions, seed)
-    with recipe_service(model, base_url) as service:
-        asyncio.run(demo.run(service, supervised_steps, rl_steps))
+    show_demo(demo, base_url, supervised_steps, rl_steps, ["--base-url", base_url] if base_url else [])
+
+
+def show_demo(
+    demo: "Demo", base_url: str | None, supervised_steps: int, rl_steps: int, chat_flags: Sequence[str]
+) -> None:
+    """Run it, and print the command that talks to what came of it; ``chat_flags`` say where `lorimer chat` finds it."""
+    import matplotlib  # noqa: F401 (it draws the last picture; that it is missing is told now)
+
+    with recipe_service(demo.model, base_url) as service:
+        path = asyncio.run(demo.run(service, supervised_steps, rl_steps))
+    print(f"talk to it: {command('chat', path, *chat_flags)}")
 
 
 class Demo:
@@ -64,22 +75,22 @@ class Demo:
         console: Console,
         model: str,
         directory: Path,
-        batch_size: int,
-        group_size: int,
-        num_questions: int,
-        seed: int,
+        batch_size: int = 32,
+        group_size: int = 8,
+        num_questions: int = 200,
+        seed: int = 0,
     ) -> None:
         self.console, self.model, self.directory, self.seed = console, model, directory, seed
         self.batch_size, self.group_size = batch_size, group_size
         self.sums, held_out = split_sums()
         self.questions = held_out[:num_questions]
 
-    async def run(self, service: ServiceClient, supervised_steps: int, rl_steps: int) -> None:
+    async def run(self, service: ServiceClient, supervised_steps: int, rl_steps: int) -> str:
+        """All of it; the path of the trained weights."""
         say = self.console.print
         connection = service.holder.connection
         say(f"[bold]{self.model}[/bold] learns to add. Its runs are kept in {self.directory}", soft_wrap=True)
-        if not connection.is_local:
-            say(f"watch it at {connection.console_url('runs')}", soft_wrap=True)
+        say(f"loading {self.model}, if the server has not done so, and asking it {len(self.questions)} sums")
         renderer = get_renderer("auto", await asyncio.to_thread(get_tokenizer, service, self.model))
         base = await service.create_sampling_client_async(base_model=self.model)
         before = await self.answers(base, renderer)
@@ -107,7 +118,7 @@ class Demo:
             run_id = ParsedCheckpointTinkerPath.from_tinker_path(trained.sampler_path).training_run_id
             say(f"console     {connection.console_url('runs', run_id)}", soft_wrap=True)
         say(f"checkpoint  {trained.sampler_path}", soft_wrap=True)
-        say(f"talk to it  lorimer chat {trained.sampler_path}", soft_wrap=True)
+        return trained.sampler_path
 
     async def answers(self, sampler: SamplingClient, renderer: Renderer) -> list[str]:
         """Replies to the questions, sampled at temperature 1 from fixed seeds."""

@@ -22,6 +22,7 @@ from lorimer.cookbook.evaluation import accuracy, exact_match
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
+from lorimer.errors import InvalidInput
 from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 from lorimer.terminal import run_recipe
@@ -65,7 +66,12 @@ def main(
     num_questions: Annotated[int, typer.Option(help="held-out sums to ask each model", min=1)] = 100,
     seed: int = 0,
 ) -> None:
-    choices = [(float(rate), int(rank)) for rate in learning_rates.split(",") for rank in ranks.split(",")]
+    import matplotlib  # noqa: F401 (it draws the result; that it is missing is told now)
+
+    try:
+        choices = [(float(rate), int(rank)) for rate in learning_rates.split(",") for rank in ranks.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"--learning-rates and --ranks are numbers separated by commas: {error}") from None
     with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorimer.server.auth import WITHOUT_WORK
 from lorimer.server.callers import Callers
+from lorimer.server.console import is_console
 from lorimer.server.context import Context
 from lorimer.server.errors import error_response
 from lorimer.server.hosts import HostRule, is_same_origin
@@ -36,8 +37,15 @@ HEADERS = {
 """On every answer, unless the route has set them itself."""
 QUIET = {
     f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
-} | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics"}
+} | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics", "/api/v1/sessions/search"}
 """Routes logged at debug level when nothing is wrong: clients repeat them all the time."""
+QUIET_READS = {
+    f"/api/v1/{name}"
+    for name in "whoami keys checkpoints training_runs training_runs/{run_id} training_runs/{run_id}/checkpoints "
+    "sessions/{session_id} billing/usage/events billing/usage/checkpoints/current".split()
+} | {"/v1/models"}
+"""The same of a GET: open pages of the console poll them."""
+QUIET_STATUSES = (200, 304, 408, 499)
 CLIENT_GONE = 499
 CLOSE = {"connection": "close"}
 
@@ -121,7 +129,8 @@ class Guard:
     def _report(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "")
         context.metrics.observe(known_method(scope["method"]), route or "unmatched", status, seconds)
-        level = logging.DEBUG if route in QUIET and status in (200, 408, CLIENT_GONE) else logging.INFO
+        is_quiet = route in QUIET or (scope["method"] == "GET" and (route in QUIET_READS or is_console(route)))
+        level = logging.DEBUG if is_quiet and status in QUIET_STATUSES else logging.INFO
         if not logger.isEnabledFor(level):
             return
         state = scope["state"]
