@@ -35,7 +35,7 @@ def exit_on_error(extra: str = "server", also: tuple[type[Exception], ...] = ())
         yield
     except BrokenPipeError:
         raise
-    except (*EXPECTED, ExceptionGroup, *also) as raised:
+    except Exception as raised:
         error = first_of(raised)
         if os.environ.get(DEBUG) or not isinstance(error, (*EXPECTED, *also)) or is_ours(error):
             raise
@@ -82,8 +82,8 @@ def sentence(error: BaseException, extra: str = "server") -> str:
         text = f"{error.filename!r}: {error.strerror}"
     elif isinstance(error, ImportError) and "pip install" not in text:
         text = f'a package is missing ({text}): pip install "lorimer[{extra}]"'
-    elif hasattr(error, "error_count"):  # pydantic's, which is not loaded here
-        text = "; ".join(f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors())
+    elif (errors := getattr(error, "errors", None)) and hasattr(error, "error_count"):  # pydantic's
+        text = "; ".join(f"{'.'.join(map(str, each['loc']))} is {each['input']!r}: {each['msg']}" for each in errors())
     elif isinstance(error, ValueError) and not isinstance(error, LorimerError):
         text += f" ({DEBUG}=1 shows where)"
     if status_of(error) == 401:

@@ -32,12 +32,12 @@ def test_running_server_with_the_model_is_used(data, tmp_path, capsys):
 
 def test_beside_a_server_without_the_model_it_has_a_directory_of_its_own(data, tmp_path, capsys):
     own = tmp_path / "demo" / "data"
-    with running_server(data, ["other=lorimer/debug"], start_engines="lazy") as server:
-        with server_for("lorimer/debug", None, tmp_path / "demo") as chosen:
-            assert chosen.is_own and chosen.url != server.url
-            assert own.is_dir()
-            listed = lorimer("run", "list", "--data", str(own))
-            assert (listed.exit_code, listed.stdout) == (0, "")
+    serving = running_server(data, ["other=lorimer/debug"], start_engines="lazy")
+    with serving as server, server_for("lorimer/debug", None, tmp_path / "demo") as chosen:
+        assert chosen.is_own and chosen.url != server.url
+        assert own.is_dir()
+        listed = lorimer("run", "list", "--data", str(own))
+        assert (listed.exit_code, listed.stdout) == (0, "")
     told = capsys.readouterr().err
     assert f"the demo keeps its own in {own}" in told and "starting a server, which loads lorimer/debug" in told
     assert chosen.again == ("serve", "--data", str(own), "--model", "lorimer/debug")

@@ -9,10 +9,9 @@ from lorimer.cookbook.word_problems import generate_problems
 from tests.conformance.servers import running_server
 
 NAME = "my/odd-name"
-SMALL = {"batch_size": 2}
-RL = {"batch_size": 2, "group_size": 2}
-SL = {"max_steps": 2, "batch_size": 2, "rank": 4, "num_held_out": 2}
-OPTIONS = {
+RL: dict[str, object] = {"batch_size": 2, "group_size": 2}
+SL: dict[str, object] = {"max_steps": 2, "batch_size": 2, "rank": 4, "num_held_out": 2}
+OPTIONS: dict[str, dict[str, object]] = {
     "sl_loop": {"steps": 2, "batch_size": 2, "num_questions": 2, "save_every": 1},
     "sl_basic": {"steps": 2, "batch_size": 2},
     "chat_sft": SL,

@@ -68,8 +68,8 @@ def demo(
 
 @dataclass(frozen=True)
 class DemoServer:
-    url: str | None
-    """None for the service in this process."""
+    url: str
+    """``local`` for the service in this process."""
     is_own: bool = False
     again: tuple[str, ...] = ()
     """The command that serves the same data afterwards."""
@@ -82,8 +82,8 @@ def server_for(model: str, base_url: str | None, directory: Path) -> Iterator[De
     """The server that is named, or runs and has the model; else one that ends with this block."""
     named = named_server(base_url, None)
     if named is not None:
-        url = named if named == "local" else find_server(base_url, None)
-        yield DemoServer(url, chat_flags=("--base-url", url) if base_url and url != "local" else ())
+        found = named if named == "local" else find_server(base_url, None)
+        yield DemoServer(found, chat_flags=("--base-url", found) if base_url and found != "local" else ())
         return
     from lorimer.cli.own_server import own_server
     from lorimer.cli.settings import effective_settings

@@ -67,7 +67,7 @@ def main(
     with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
         pairs = [make(row, renderer, max_length) for row in rows]
-        dataset = ShuffledDataset(pairs, batch_size, num_epochs=epochs, seed=seed)
+        dataset: ShuffledDataset[preference.Pair] = ShuffledDataset(pairs, batch_size, num_epochs=epochs, seed=seed)
         if advice := dataset.length_advice(max_steps):
             print(advice)
         config = preference.Config(
