@@ -20,8 +20,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "cookbook" / "official_renders.json"
 BUNDLED = ROOT / "src" / "lorimer" / "engine" / "tiny"
-NAMES = ("role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct")
-NAMES += ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
+NAMES = (
+    *("role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct"),
+    *("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"),
+)
 SPECIAL_MARKS = ["<|im_start|>", "<|im_end|>"]
 SPECIAL_MARKS += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

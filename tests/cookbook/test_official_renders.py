@@ -18,6 +18,8 @@ from tests.cookbook.chat_templates import tokenizer_with
 
 OFFICIAL = official.read_record()
 QUESTION: Any = {"role": "user", "content": "What is 2 + 3?"}
+WRAPPED_TOOLS: Any = [{"type": "function", "function": tool} for tool in official.TOOLS]
+"""Tools as OpenAI's API has them; the official cookbook has what is inside."""
 ANSWER: Any = {"role": "assistant", "content": "5"}
 
 
@@ -71,19 +73,20 @@ def test_tokenizer_of_another_family_is_refused():
 @pytest.mark.parametrize("name", official.WITHOUT_TOOLS)
 def test_calls_are_refused_where_the_format_has_none(name, tokenizer):
     renderer = renderers.get_renderer(name, tokenizer)
-    calling = [QUESTION, {**ANSWER, "tool_calls": [official.CLOCK]}]
+    calling: list[Any] = [QUESTION, {**ANSWER, "tool_calls": [official.CLOCK]}]
     with pytest.raises(Unsupported, match="no form for tool calls"):
         renderer.build_supervised_example(calling)
     with pytest.raises(Unsupported, match="no form for tools"):
-        renderer.build_generation_prompt([QUESTION], tools=[{"type": "function", "function": official.TOOLS[0]}])
+        renderer.build_generation_prompt([QUESTION], tools=WRAPPED_TOOLS)
 
 
 def test_tools_of_either_form_are_written_alike(tokenizer):
     renderer = renderers.get_renderer("qwen3", tokenizer)
     system: Any = {"role": "system", "content": "Be brief."}
-    given = [{"type": "function", "function": tool} for tool in official.TOOLS]
     flat = [*renderer.create_conversation_prefix_with_tools(official.TOOLS, "Be brief."), QUESTION]
-    assert renderer.build_generation_prompt([system, QUESTION], tools=given) == renderer.build_generation_prompt(flat)
+    assert renderer.build_generation_prompt(
+        [system, QUESTION], tools=WRAPPED_TOOLS
+    ) == renderer.build_generation_prompt(flat)
 
 
 def test_calls_and_thoughts_of_either_form_are_written_alike(tokenizer):
@@ -105,22 +108,24 @@ def test_images_and_unknown_parts_are_refused(tokenizer):
             renderers.get_renderer(name, tokenizer).build_generation_prompt([{"role": "user", "content": [image]}])
         with pytest.raises(Unsupported, match=rf"{name!r} has no form for images"):
             renderers.get_renderer(name, tokenizer, image_processor=object())
-    with pytest.raises(Unsupported, match="'sound'"):
-        renderers.get_renderer("qwen3", tokenizer).build_generation_prompt(
-            [{"role": "user", "content": [{"type": "sound"}]}]  # type: ignore[typeddict-item]
-        )
+    sound: Any = {"role": "user", "content": [{"type": "sound"}]}
+    for name in ("qwen3", "qwen3_5"):
+        with pytest.raises(Unsupported, match="'sound'"):
+            renderers.get_renderer(name, tokenizer).build_generation_prompt([sound])
 
 
 def test_thinking_after_a_prompt_without_is_refused(tokenizer):
     renderer = renderers.get_renderer("qwen3_disable_thinking", tokenizer)
+    thinking: Any = {**ANSWER, "thinking": "Hm."}
     with pytest.raises(InvalidInput, match="message 1 thinks"):
-        renderer.build_supervised_example([QUESTION, {**ANSWER, "thinking": "Hm."}])
+        renderer.build_supervised_example([QUESTION, thinking])
 
 
 def test_trainable_belongs_to_customized(tokenizer):
     renderer = renderers.get_renderer("qwen3", tokenizer)
+    trainable: Any = {**ANSWER, "trainable": True}
     with pytest.raises(InvalidInput, match="message 1 has the field 'trainable'; with 'all_tokens'"):
-        renderer.build_supervised_example([QUESTION, {**ANSWER, "trainable": True}], renderers.TrainOnWhat.ALL_TOKENS)
+        renderer.build_supervised_example([QUESTION, trainable], renderers.TrainOnWhat.ALL_TOKENS)
     with pytest.raises(InvalidInput, match="message 0 has no field 'trainable'; with 'customized'"):
         renderer.build_supervised_example([QUESTION, ANSWER], renderers.TrainOnWhat.CUSTOMIZED)
 

@@ -188,10 +188,12 @@ def _joined(content: Sequence[ContentPart], *, keeps_thoughts: bool, has_block: 
                 text += _block(part["thinking"]) if has_block else f"<think>{part['thinking']}</think>"
                 follows_block = has_block
         else:
-            raise Unsupported(
-                f"a message has a part of type {part['type']!r}; accepted are {', '.join(PART_TYPES[:2])}"
-            )
+            raise unknown_part(part)
     return text
+
+
+def unknown_part(part: ContentPart) -> Unsupported:
+    return Unsupported(f"a message has a part of type {part['type']!r}; accepted are {', '.join(PART_TYPES[:2])}")
 
 
 def function_of(tool: Any) -> Any:

@@ -8,7 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lorimer.cookbook.chat_formats import Qwen3Renderer, begin, function_of, header, name_and_arguments
+from lorimer.cookbook.chat_formats import (
+    Qwen3Renderer,
+    begin,
+    function_of,
+    header,
+    name_and_arguments,
+    unknown_part,
+)
 from lorimer.cookbook.format_renderer import Place, Written
 from lorimer.cookbook.messages import (
     Content,
@@ -147,8 +154,10 @@ def _joined(content: Content, keeps_thoughts: bool) -> str:
     for part in content:
         if part["type"] == "text":
             text += part["text"]
-        elif part["type"] == "thinking" and keeps_thoughts:
-            text += f"<think>\n{part['thinking']}\n</think>\n\n"
+        elif part["type"] == "thinking":
+            text += f"<think>\n{part['thinking']}\n</think>\n\n" if keeps_thoughts else ""
+        else:
+            raise unknown_part(part)
     return text
 
 
