@@ -36,7 +36,7 @@ async def refuse_another_models_run(client: Client, run_id: str, sampler_id: str
         ("asample", sample_body(sampler_id, 9)),
     ):
         answer = await client.post(path, body)
-        assert answer.status_code == 400, answer.text
+        assert answer.status_code == 404, answer.text
         assert MODEL in answer.json()["detail"] and "other/name" in answer.json()["detail"]
     assert (await client.fetch(f"training_runs/{run_id}"))["base_model"] == MODEL
 

@@ -3,6 +3,7 @@
 import base64
 import pickle
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +169,8 @@ def test_token_ids_are_integers_and_nothing_like_one(wrong):
 
 
 def test_integers_of_numpy_among_others_are_token_ids():
-    assert ModelInput.from_ints([5, np.int64(6), np.uint8(7)]).to_ints() == [5, 6, 7]
+    tokens: list[Any] = [5, np.int64(6), np.uint8(7)]
+    assert ModelInput.from_ints(tokens).to_ints() == [5, 6, 7]
 
 
 def test_inputs_do_not_change():

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lorimer.errors import InvalidInput, LorimerError, StorageError
 from lorimer.scheduler.scheduler import Scheduler
@@ -19,10 +21,10 @@ from lorimer.server import console, health
 from lorimer.server.auth import BURST_SECONDS, Authentication
 from lorimer.server.buckets import TokenBuckets
 from lorimer.server.compression import Compression
-from lorimer.server.context import Context
+from lorimer.server.context import Context, context_of
 from lorimer.server.control import Control
 from lorimer.server.credentials import Credentials
-from lorimer.server.errors import answer_error, answer_http_exception
+from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exception
 from lorimer.server.guard import Guard
 from lorimer.server.metrics import Metrics
 from lorimer.server.presence import Presence
@@ -57,11 +59,17 @@ def create_app(settings: Settings) -> Starlette:
             Middleware(Compression, least_bytes=settings.compress_bytes),
             Middleware(Authentication),
         ],
-        exception_handlers={LorimerError: answer_error, HTTPException: answer_http_exception},
+        exception_handlers={LorimerError: answer_guesses_less_often, HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def answer_guesses_less_often(request: Request, error: Exception) -> Response:
+    """Answer an error of a route; a lookup that found nothing counts against its caller, and may be put off."""
+    refused = context_of(request).refuse_guess(request.scope) if isinstance(error, FAILED_LOOKUPS) else None
+    return refused or await answer_error(request, error)
 
 
 @asynccontextmanager

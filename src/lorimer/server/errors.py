@@ -29,6 +29,7 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.Unauthorized: (401, "unauthorized"),
     errors.Forbidden: (403, "forbidden"),
     errors.Gone: (410, "gone"),
+    errors.UnknownFuture: (410, "gone"),
     errors.Busy: (429, "busy"),
     errors.StorageError: (503, "storage_error"),
     errors.ModelRefused: (400, "model_refused"),
@@ -100,9 +101,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
     status, code = status_of(error)
     if status >= 500 and not isinstance(error, Refusal):
         logger.error("%s", code, exc_info=error, extra={"request_id": request.scope["state"].get("request_id", "")})
-    if isinstance(error, FAILED_LOOKUPS) and (refused := request.app.state.context.refuse_guess(request.scope)):
-        answer: Response = refused
-        return answer
     request.scope["state"]["param"] = getattr(error, "param", None)
     quota = FULL_QUOTA if isinstance(error, errors.QuotaExceeded) else None
     headers = error.headers if isinstance(error, Refusal) else quota

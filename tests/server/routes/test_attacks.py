@@ -121,7 +121,7 @@ async def test_only_served_models_are_opened(ada, name):
     sample = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": name}
     for path, body in (("create_model", create), ("create_sampling_session", sample)):
         response = await ada.post(path, body)
-        assert response.status_code == 400, response.text
+        assert response.status_code == 404, response.text
         assert MODEL in response.json()["detail"], "what is accepted is named"
 
 
