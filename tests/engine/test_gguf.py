@@ -40,6 +40,13 @@ def vocabulary(tmp_path: Path) -> dict[str, Any]:
         pytest.param("qwen2", {}, id="qwen2"),
         pytest.param("qwen3", {}, id="qwen3"),
         pytest.param("qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}, id="qwen3 tied"),
+        pytest.param("qwen3_moe", {}, id="qwen3moe"),
+        pytest.param("mistral", {"sliding_window": None}, id="mistral"),
+        pytest.param("gemma2", {"num_hidden_layers": 3, "layer_types": None}, id="gemma2"),
+        pytest.param("gemma3_text", {"num_hidden_layers": 7, "layer_types": None}, id="gemma3"),
+        pytest.param("phi3", {}, id="phi3"),
+        pytest.param("phi3", {"sliding_window": 6}, id="phi3 with a sliding window"),
+        pytest.param("olmo2", {}, id="olmo2"),
     ],
 )
 def test_logits_survive_the_round_trip(tmp_path, vocabulary, architecture, overrides):
@@ -48,8 +55,13 @@ def test_logits_survive_the_round_trip(tmp_path, vocabulary, architecture, overr
     convert(tmp_path / "model.gguf", tmp_path / "out")
     restored = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     assert restored.dtype == torch.float32
-    assert type(restored) is type(original)
-    torch.testing.assert_close(logits_of(restored), logits_of(original), rtol=0, atol=0)
+    # llama.cpp calls Mistral a Llama, which it is without its window; and it adds 1 to Gemma's norms, which rounds.
+    assert type(restored) is type(original) or architecture == "mistral"
+    rounding = 1e-4 if architecture.startswith("gemma") else 0
+    torch.testing.assert_close(logits_of(restored), logits_of(original), rtol=rounding, atol=rounding)
+    weights = restored.state_dict()
+    for name, weight in original.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2.0**-22 if "norm" in name and rounding else 0)
     assert restored.generation_config.eos_token_id == 2
     assert restored.config.eos_token_id == 2
     assert restored.config.pad_token_id == 0
@@ -212,8 +224,8 @@ def test_sentencepiece_joins_the_best_scored_neighbours(tmp_path):
 
 REFUSALS = [
     pytest.param(
-        {"general.architecture": "gemma2"},
-        "architecture 'gemma2'; supported are llama, qwen2, qwen3",
+        {"general.architecture": "falcon"},
+        "architecture 'falcon'; supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3, olmo2",
         id="architecture",
     ),
     pytest.param({"split.count": 3}, "one of 3 parts", id="split file"),
@@ -255,6 +267,35 @@ def test_what_cannot_be_taken_over_exactly_is_refused_by_name(tmp_path, vocabula
         )
     with pytest.raises(ModelRefused, match=message):
         convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("gemma2", {"gemma2.attn_logit_softcapping": 0.0}, r"attn_logit_softcapping is 0\.0"),
+        ("gemma2", {"gemma2.attention.sliding_window": 0}, r"sliding_window is 0; a positive integer"),
+        ("gemma3", {"gemma3.rope.freq_base": 0.0}, r"rope\.freq_base is 0\.0"),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 4}, "sliding_window_pattern = 4 is not understood"),
+        ("olmo2", {"olmo2.attention.sliding_window": 64}, "sliding_window = 64 is not understood"),
+        ("phi3", {"phi3.rope.scaling.attn_factor": 1.2}, r"attn_factor = 1\.2.* is not understood"),
+        ("phi3", {"phi3.rope.dimension_count": 6}, "dimension_count = 6 differs from the head size 8"),
+        ("qwen3moe", {"qwen3moe.expert_used_count": 0}, "expert_used_count is 0; a positive integer"),
+        ("qwen3moe", {"qwen3moe.expert_count": 5}, r"ffn_gate_exps\.weight' has shape \(4, 24, 32\)"),
+        ("qwen3moe", {"qwen3moe.expert_shared_count": 1}, "expert_shared_count = 1 is not understood"),
+    ],
+)
+def test_what_an_architecture_has_besides_is_refused_by_name(tmp_path, vocabulary, architecture, changes, message):
+    names = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+    write_gguf(tmp_path / "model.gguf", tiny_model(names.get(architecture, architecture)), vocabulary | changes)
+    with pytest.raises(ModelRefused, match=message):
+        convert(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_phi3_with_long_factors_is_refused(tmp_path, vocabulary):
+    factors = {"rope_factors_long.weight": numpy.ones(4, numpy.float32)}
+    write_gguf(tmp_path / "model.gguf", tiny_model("phi3"), vocabulary, extra=factors)
+    with pytest.raises(ModelRefused, match=r"tensor 'rope_factors_long\.weight' is not part of .* 'phi3'"):
+        convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
 def test_a_tokenizer_that_transformers_would_replace_is_refused(tmp_path):

@@ -1,8 +1,9 @@
 """Turns a GGUF file into a plain Hugging Face directory, without the hub and without llama.cpp.
 
-Weights are dequantised to bfloat16 (tensors stored as float32 stay float32), llama.cpp's rotary permutation is undone,
+Weights are dequantised to bfloat16 (tensors stored as float32 stay float32), what llama.cpp changes in them is undone,
 and the configuration says what the file says. A setting or tensor that is not understood is refused by its name,
-because a model that silently lacks a term still runs. Bytes are read by `engine/gguf_reader.py`, the tokenizer is
+because a model that silently lacks a term still runs; the reader of transformers passes over those, so it is not used.
+Architectures are in `engine/gguf_architectures.py`, bytes are read by `engine/gguf_reader.py`, the tokenizer is
 `engine/gguf_tokenizer.py`'s; caching and atomic placement are the caller's.
 """
 
@@ -19,13 +20,12 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lorimer.engine.gguf_architectures import ARCHITECTURES, Architecture, integer, number
 from lorimer.engine.gguf_reader import GGUFFile, GGUFTensor, read_gguf
 from lorimer.engine.gguf_tokenizer import special_id, write_tokenizer
 from lorimer.errors import ModelRefused
 
 Progress = Callable[[str, float | None], None]
-
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _SETTINGS = {
     "attention.head_count",
@@ -48,19 +48,6 @@ _SETTINGS = {
 """Every `<architecture>.` key that is taken over or changes nothing; a zero in any other means that it is off."""
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 _SHARD_BYTES = 2 << 30
 
@@ -72,16 +59,17 @@ def convert(gguf_path: Path, out: Path, progress: Progress | None = None) -> Non
     anything that cannot be taken over exactly; `out` may then hold some of the files.
     """
     file = read_gguf(gguf_path)
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in _CLASSES:
-        raise ModelRefused(f"{gguf_path.name!r} has architecture {architecture!r}; supported are {', '.join(_CLASSES)}")
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ModelRefused(f"{gguf_path.name!r} has architecture {name!r}; supported are {', '.join(ARCHITECTURES)}")
+    kind = ARCHITECTURES[name]
     if file.metadata.get("split.count", 1) > 1:
         raise ModelRefused(
             f"{gguf_path.name!r} is one of {file.metadata['split.count']} parts; join them with gguf-split first"
         )
     out.mkdir(parents=True, exist_ok=True)
-    names = {tensor.name: _hugging_face_name(tensor.name) for tensor in file.tensors if tensor.name != _ROPE_FACTORS}
-    config = _config(file, architecture)
+    names = {t.name: _hugging_face_name(t.name, kind, name) for t in file.tensors if t.name != _ROPE_FACTORS}
+    config = _config(file, kind, f"{name}.")
     _check_tensors(file, names, config)
     _write_json(out / "config.json", config)
     generation = {key: config[key] for key in ("bos_token_id", "pad_token_id")} | {
@@ -89,73 +77,59 @@ def convert(gguf_path: Path, out: Path, progress: Progress | None = None) -> Non
     }
     _write_json(out / "generation_config.json", {key: value for key, value in generation.items() if value is not None})
     write_tokenizer(file.metadata, out)
-    _write_weights(file, names, config, out, progress)
+    _write_weights(file, names, lambda tensor: _weight(file, tensor, kind, config["head_dim"]), out, progress)
 
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, kind: Architecture, architecture: str) -> str:
     match name.split("."):
-        case ["blk", layer, block, ("weight" | "bias") as part] if block in _BLOCK_NAMES and layer.isdecimal():
-            return f"model.layers.{int(layer)}.{_BLOCK_NAMES[block]}.{part}"
+        case ["blk", layer, block, ("weight" | "bias") as part] if block in kind.blocks and layer.isdecimal():
+            return f"model.layers.{int(layer)}.{kind.blocks[block]}.{part}"
         case [outer, "weight"] if outer in _OUTER_NAMES:
             return f"{_OUTER_NAMES[outer]}.weight"
-    raise ModelRefused(f"tensor {name!r} is not part of the supported architectures {', '.join(_CLASSES)}")
+    raise ModelRefused(f"tensor {name!r} is not part of the architecture {architecture!r} as it is supported")
 
 
-def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
-    prefix = f"{architecture}."
+def _config(file: GGUFFile, kind: Architecture, prefix: str) -> dict[str, Any]:
     settings = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     for key, value in settings.items():
-        if key not in _SETTINGS and value:
+        if key not in _SETTINGS | kind.settings and value:
             raise ModelRefused(f"metadata {prefix}{key} = {value!r} is not understood, so the model could differ")
-    hidden_size, num_heads = _integer(settings, "embedding_length"), _integer(settings, "attention.head_count")
-    head_dim = _integer(settings, "attention.key_length", hidden_size // num_heads)
+    hidden_size, num_heads = integer(settings, "embedding_length"), integer(settings, "attention.head_count")
+    head_dim = integer(settings, "attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if _integer(settings, key, head_dim) != head_dim:
+        if integer(settings, key, head_dim) != head_dim:
             raise ModelRefused(f"metadata {prefix}{key} = {settings[key]!r} differs from the head size {head_dim}")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     eos, padding = special_id(file.metadata, "eos"), special_id(file.metadata, "padding")
     biases = {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_gate.bias" in shapes}
-    return {
-        "architectures": [_CLASSES[architecture]],
-        "model_type": architecture,
+    config = {
+        "architectures": [kind.model_class],
+        "model_type": kind.model_type,
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
         "hidden_size": hidden_size,
-        "intermediate_size": _integer(settings, "feed_forward_length"),
-        "num_hidden_layers": _integer(settings, "block_count"),
+        "intermediate_size": integer(settings, "feed_forward_length"),
+        "num_hidden_layers": integer(settings, "block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _integer(settings, "attention.head_count_kv", num_heads),
+        "num_key_value_heads": integer(settings, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": _integer(settings, "context_length"),
-        "rms_norm_eps": _shortest(_number(settings, "attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": integer(settings, "context_length"),
+        "rms_norm_eps": _shortest(number(settings, "attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(file, settings, head_dim),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": special_id(file.metadata, "bos"),
         "eos_token_id": eos,
         "pad_token_id": eos if padding is None else padding,
         "dtype": "float32" if all(_dtype(tensor) == torch.float32 for tensor in file.tensors) else "bfloat16",
-        **(biases if architecture == "llama" else {}),
+        **(biases if kind.model_type == "llama" else {}),
         # Without it AutoTokenizer takes every large vocabulary for a Mistral one of before its repair, and warns.
         "transformers_version": transformers.__version__,
     }
-
-
-def _integer(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = settings.get(key, default)
-    if not isinstance(value, int) or value < 1:
-        raise ModelRefused(f"metadata {key} is {value!r}; a positive integer is needed")
-    return value
-
-
-def _number(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = settings.get(key, default)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelRefused(f"metadata {key} is {value!r}; a positive number is needed")
-    return value
+    return config | kind.extra(settings, config)
 
 
 def _shortest(value: float) -> float:
@@ -166,7 +140,7 @@ def _shortest(value: float) -> float:
 
 
 def _rope(file: GGUFFile, settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    theta = _shortest(_number(settings, "rope.freq_base", 10000.0))
+    theta = _shortest(number(settings, "rope.freq_base", 10000.0))
     factors = next((tensor for tensor in file.tensors if tensor.name == _ROPE_FACTORS), None)
     kind = settings.get("rope.scaling.type", "none")
     if factors is not None:
@@ -179,13 +153,13 @@ def _rope(file: GGUFFile, settings: Mapping[str, Any], head_dim: int) -> dict[st
         case "none":
             return {"rope_type": "default", "rope_theta": theta}
         case "linear":
-            return {"rope_type": "linear", "rope_theta": theta, "factor": _number(settings, "rope.scaling.factor")}
+            return {"rope_type": "linear", "rope_theta": theta, "factor": number(settings, "rope.scaling.factor")}
         case "yarn":
             return {
                 "rope_type": "yarn",
                 "rope_theta": theta,
-                "factor": _number(settings, "rope.scaling.factor"),
-                "original_max_position_embeddings": _integer(settings, "rope.scaling.original_context_length"),
+                "factor": number(settings, "rope.scaling.factor"),
+                "original_max_position_embeddings": integer(settings, "rope.scaling.original_context_length"),
             }
     raise ModelRefused(f"rope.scaling.type {kind!r} is not supported; none, linear and yarn are")
 
@@ -231,7 +205,7 @@ def _check_tensors(file: GGUFFile, names: Mapping[str, str], config: Mapping[str
         raise ModelRefused(f"the tokenizer has {num_tokens} tokens, but the embedding only {config['vocab_size']} rows")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    needed = dict(_shapes(model.state_dict()))
     if config["tie_word_embeddings"]:
         needed.pop("lm_head.weight")
     found = {names[tensor.name]: tensor.shape for tensor in file.tensors if tensor.name in names}
@@ -243,6 +217,17 @@ def _check_tensors(file: GGUFFile, names: Mapping[str, str], config: Mapping[str
             raise ModelRefused(
                 f"tensor {tensor.name!r} has shape {tensor.shape}; the model's {name!r} has {needed.get(name)}"
             )
+
+
+def _shapes(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights; experts as llama.cpp keeps them, gates apart from what they gate."""
+    for name, tensor in state.items():
+        shape = tuple(tensor.shape)
+        if name.endswith(".experts.gate_up_proj"):
+            for part in ("gate_proj", "up_proj"):
+                yield f"{name.removesuffix('gate_up_proj')}{part}.weight", (shape[0], shape[1] // 2, shape[2])
+        else:
+            yield (f"{name}.weight" if ".experts." in name else name), shape
 
 
 def _dtype(tensor: GGUFTensor) -> torch.dtype:
@@ -259,10 +244,12 @@ def _values(file: GGUFFile, tensor: GGUFTensor) -> torch.Tensor:
         ) from None
 
 
-def _weight(file: GGUFFile, tensor: GGUFTensor, config: Mapping[str, Any]) -> torch.Tensor:
+def _weight(file: GGUFFile, tensor: GGUFTensor, kind: Architecture, head_dim: int) -> torch.Tensor:
     values = _values(file, tensor)
-    if config["model_type"] == "llama" and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
-        values = _unpermuted(values, config["head_dim"])
+    if kind.is_permuted and tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+        values = _unpermuted(values, head_dim)
+    if kind.norm_offset and tensor.name.endswith("norm.weight"):
+        values = values - kind.norm_offset
     return values.to(_dtype(tensor)).contiguous()
 
 
@@ -291,23 +278,35 @@ def _shards(file: GGUFFile, names: Mapping[str, str]) -> Iterator[list[GGUFTenso
 
 
 def _write_weights(
-    file: GGUFFile, names: Mapping[str, str], config: Mapping[str, Any], out: Path, progress: Progress | None
+    file: GGUFFile,
+    names: Mapping[str, str],
+    weight: Callable[[GGUFTensor], torch.Tensor],
+    out: Path,
+    progress: Progress | None,
 ) -> None:
     shards = list(_shards(file, names))
     weight_map: dict[str, str] = {}
-    num_bytes = 0
+    num_bytes = num_done = 0
     for index, shard in enumerate(shards, start=1):
         file_name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
         weights: dict[str, torch.Tensor] = {}
         for tensor in shard:
-            name = names[tensor.name]
-            weights[name] = _weight(file, tensor, config)
-            weight_map[name] = file_name
-            num_bytes += weights[name].nbytes
+            weights.update(_named(names[tensor.name], weight(tensor)))
+            num_done += 1
             if progress is not None:
-                progress(f"converting {file.path.name}", len(weight_map) / len(names))
+                progress(f"converting {file.path.name}", num_done / len(names))
+        weight_map |= dict.fromkeys(weights, file_name)
+        num_bytes += sum(values.nbytes for values in weights.values())
         save_file(weights, out / file_name, metadata={"format": "pt"})
     if len(shards) > 1:
         _write_json(
             out / "model.safetensors.index.json", {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         )
+
+
+def _named(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every expert under a name of its own, as in the directories of the hub."""
+    before, is_expert, projection = name.partition(".experts.")
+    if not is_expert:
+        return {name: values}
+    return {f"{before}.experts.{number}.{projection}": expert.clone() for number, expert in enumerate(values)}
