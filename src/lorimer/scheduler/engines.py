@@ -43,7 +43,7 @@ class EngineSlot:
         self.stage = ""
         """What a starting engine is doing, with percent."""
         self.error: str = ""
-        """Why the last one ended or could not start."""
+        """Why the last one ended or could not start, for users."""
         self.refusal: InvalidInput | None = None
         """Set when the model itself is the trouble: it is not there, or cannot be served."""
         self.info: ModelInfo | None = None
@@ -119,10 +119,12 @@ class EngineSlot:
         self._loop.run_in_executor(None, process.close)  # its socket and threads
         self.num_deaths += 1
         failure = process.ready.exception() if process.ready.done() else None
-        self.refusal = failure if isinstance(failure, InvalidInput) else None
-        self.error = str(failure) if isinstance(failure, LorimerError) else reason
+        reason = str(failure) if isinstance(failure, LorimerError) else reason
+        log.error("engine ended: %s", reason, extra={"model": self.name})
+        # Users are told the model's name; where the operator keeps it is in the log.
+        self.error = reason.replace(self.config.model, self.name)
+        self.refusal = type(failure)(self.error) if isinstance(failure, InvalidInput) else None
         self.state = "failed"
-        log.error("engine ended: %s", self.error, extra={"model": self.name})
         delay = min(_FIRST_RESTART_SECONDS * 2**self._failures_in_a_row, _LAST_RESTART_SECONDS)
         if was_ready:
             delay = 0.0
