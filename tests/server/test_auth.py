@@ -183,3 +183,13 @@ async def test_who_may_read_metrics(start, access, headers, expected):
     async with start(metrics_access=access) as running:
         await running.new_key()
         assert (await running.http.get("/metrics", headers=headers)).status_code == expected
+
+
+async def test_a_database_that_cannot_be_read_is_no_fault_of_the_caller(start):
+    """The key is looked up before any route is asked, and that it cannot be is worth a retry."""
+    async with start() as running:
+        _, secret = await running.new_key()
+        running.context.store._readers.close()
+        answer = await running.http.get("/api/v1/get_server_capabilities", headers={"x-api-key": secret})
+        assert (answer.status_code, answer.json()["code"]) == (503, "storage_error")
+        assert answer.headers["retry-after"] == "5"

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from sqlalchemy import Connection, select, text
@@ -120,6 +121,30 @@ def test_patience_ends_with_an_error_of_storage(postgres_url, postgres, tmp_path
             store.read_now(names)
     finally:
         postgres.start()
+    assert store.write_now(add, "bob") == "bob"
+    store.close()
+
+
+def test_jobs_that_wait_behind_others_give_up_with_them(postgres_url, postgres, tmp_path):
+    """A database that stays away costs each caller its patience once, however many there are before it."""
+    store = Store.open(postgres_url, tmp_path / "data", retry_seconds=2.0)
+    postgres.stop()
+    began, seconds = time.monotonic(), []
+
+    async def ask(function, *args):
+        with pytest.raises(StorageError, match="the database cannot be used: "):
+            await function(*args)
+        seconds.append(time.monotonic() - began)
+
+    async def ask_all():
+        writes = [ask(store.write, add, str(number)) for number in range(20)]
+        await asyncio.gather(*writes, *(ask(store.read, names) for _ in range(20)))
+
+    try:
+        asyncio.run(ask_all())
+    finally:
+        postgres.start()
+    assert len(seconds) == 40 and max(seconds) < 12, max(seconds)
     assert store.write_now(add, "bob") == "bob"
     store.close()
 

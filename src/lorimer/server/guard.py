@@ -9,15 +9,16 @@ import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorimer.errors import LorimerError
 from lorimer.server.auth import WITHOUT_WORK
 from lorimer.server.callers import Callers
 from lorimer.server.console import is_console
 from lorimer.server.context import Context
-from lorimer.server.errors import error_response
+from lorimer.server.errors import answer_error, error_response
 from lorimer.server.hosts import HostRule, is_same_origin
 from lorimer.server.settings import Settings
 
@@ -90,6 +91,11 @@ class Guard:
             if not status:  # a client that is still there sent chunks that are none
                 await error_response(scope, 400, "bad_body", "the body broke off", CLOSE)(scope, receive, send_guarded)
                 status = CLIENT_GONE
+        except LorimerError as error:  # from before the routes, whose own errors are answered there
+            if status:
+                raise
+            refusal = await answer_error(Request(scope), error)
+            await refusal(scope, receive, send_guarded)
         except Exception:
             logger.exception("unexpected error", extra={"request_id": request_id, "path": scope["path"][:200]})
             if status:

@@ -16,7 +16,7 @@ _CLOSING_SECONDS = 5.0
 class Job:
     """``call(connection)``, to be run for its caller; when the connection is lost it is run again."""
 
-    __slots__ = ("call", "error", "result", "waiter")
+    __slots__ = ("call", "error", "result", "submitted_at", "waiter")
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class Job:
     ) -> None:
         self.call = call
         self.waiter = waiter
+        self.submitted_at = time.monotonic()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -34,10 +35,13 @@ class Job:
 
 
 class Patience:
-    """The growing pauses between attempts to reach the database, which end after ``seconds`` or soon after closing."""
+    """The growing pauses between attempts to reach the database, which end after ``seconds`` or soon after closing.
 
-    def __init__(self, seconds: float, closing: threading.Event) -> None:
-        self._deadline = time.monotonic() + seconds
+    They count from ``since``: a job that waited behind others for a lost database does not begin to wait anew.
+    """
+
+    def __init__(self, seconds: float, closing: threading.Event, since: float | None = None) -> None:
+        self._deadline = (time.monotonic() if since is None else since) + seconds
         self._closing = closing
         self._delay = _FIRST_DELAY_SECONDS
 

@@ -54,7 +54,7 @@ class Readers:
 
     def _run(self, job: Job, connection: Connection | None) -> Connection | None:
         """Run the job and return the connection for the next one, or None if it is lost."""
-        patience = Patience(self._retry_seconds, self._closing)
+        patience = Patience(self._retry_seconds, self._closing, job.submitted_at)
         while True:
             try:
                 connection = connection or self._engine.connect()

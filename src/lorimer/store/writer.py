@@ -112,7 +112,7 @@ class Writer:
                 job.error = translate(error, self._directory)
 
     def _run_with_retries(self, group: list[Job]) -> None:
-        patience = Patience(self._retry_seconds, self._closing)
+        patience = Patience(self._retry_seconds, self._closing, min(job.submitted_at for job in group))
         open_xid: str | None = None
         while True:
             try:
