@@ -4,9 +4,11 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from lorimer.client import transport
 from lorimer.terminal import recipe_app
 from tests.conformance.servers import create_key, environment, running_server
+from tests.server.processes import Process
 
 PAIR = {"question": "1 + 1?", "answer": "#### 2"}
 BAD_FILES = {
@@ -96,6 +99,38 @@ def test_wrong_key_and_wrong_address(refused_recipe, monkeypatch, tmp_path):
         code, line = refused_recipe("teach_its_name", "--base-url", server.url)
     assert code == 4
     assert "--api-key or LORIMER_API_KEY" in line
+
+
+@pytest.mark.slow
+def test_server_that_is_gone_for_good_is_told_and_left_by_ctrl_c(tmp_path):
+    """It is waited for, as it may come back; whoever gives up gets no traceback and need not wait."""
+    command = [sys.executable, "-m", "lorimer.recipes.sl_loop", "--steps", "100000", "--batch-size", "2"]
+    with (tmp_path / "errors").open("w+") as errors:
+        server = Process(tmp_path, "--model", "lorimer/tiny").wait_until_ready()
+        try:
+            recipe = subprocess.Popen(
+                [*command, "--base-url", server.url],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+            for line in recipe.stdout:
+                if line.startswith(b"step 1/"):
+                    break
+        finally:
+            server.close()  # SIGKILL
+        deadline = time.monotonic() + 60
+        while "trying again (Ctrl-C gives up)" not in (told := (tmp_path / "errors").read_text("utf-8")):
+            assert recipe.poll() is None and time.monotonic() < deadline, told
+            time.sleep(0.1)
+        began = time.monotonic()
+        recipe.send_signal(signal.SIGINT)
+        recipe.communicate(timeout=60)
+        assert recipe.returncode == 130
+        assert time.monotonic() - began < 8
+    told = (tmp_path / "errors").read_text("utf-8")
+    assert "Traceback" not in told and told.count("cannot be reached") == 1, told
 
 
 def test_traceback_is_there_for_whoever_wants_it(tmp_path):

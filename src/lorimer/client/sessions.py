@@ -92,7 +92,7 @@ class Session:
         return self.session_id
 
     async def _beat(self) -> None:
-        alive_at = time.monotonic()
+        alive_at = told_at = time.monotonic()
         body = {"session_id": self.session_id, "type": "session_heartbeat"}
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -104,8 +104,10 @@ class Session:
             except APIError as error:
                 if isinstance(error, APIStatusError) and error.status_code == 410:
                     return
-                silence = time.monotonic() - alive_at
-                if silence > SILENCE_SECONDS:
+                now = time.monotonic()
+                silence = now - alive_at
+                if silence > SILENCE_SECONDS and now - told_at > SILENCE_SECONDS:
+                    told_at = now
                     log.warning("session %s: no heartbeat accepted for %d seconds: %s", self.session_id, silence, error)
 
     async def _refresh(self) -> None:
