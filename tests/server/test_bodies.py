@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import tracemalloc
 import zlib
 
 import pytest
@@ -11,6 +12,7 @@ import zstandard
 from lorimer.server.bodies import field_path, parse_json
 from lorimer.server.errors import Refusal
 from lorimer.server.settings import Settings
+from lorimer.types.json_bounds import JsonLimits
 
 EVENT = {
     "events": [],
@@ -190,17 +192,21 @@ async def test_invalid_json(start):
             assert answer.json()["detail"]
 
 
+LIMITS = JsonLimits(64, 1_000_000, 100_000)
+
+
 def test_many_keys_are_parsed_and_one_twice_among_them_is_found():
-    items = {f"k{number}": number for number in range(100_000)}
-    text = json.dumps(items)
-    assert parse_json(text.encode(), 64) == items
-    with pytest.raises(Refusal, match="'k7' comes twice"):
-        parse_json((text[:-1] + ', "k7": 0}').encode(), 64)
+    for number, name in ((4000, "key 'k7'"), (100_000, "a key of one object")):
+        items = {f"k{index}": index for index in range(number)}
+        text = json.dumps(items)
+        assert parse_json(text.encode(), LIMITS) == items
+        with pytest.raises(Refusal, match=f"{name} comes twice"):
+            parse_json((text[:-1] + ', "k7": 0}').encode(), LIMITS)
 
 
 def test_text_that_looks_like_keys_is_no_reason_to_refuse():
     value = {"prompt": '{"a": 1, "a": 2}', "x": '":":":'}
-    assert parse_json(json.dumps(value).encode(), 64) == value
+    assert parse_json(json.dumps(value).encode(), LIMITS) == value
 
 
 async def test_fields_that_do_not_fit_are_named(start):
@@ -220,3 +226,39 @@ async def test_fields_that_do_not_fit_are_named(start):
 def test_field_path():
     assert field_path(("data", 3, "loss_fn_inputs", "weights", 17)) == "data[3].loss_fn_inputs.weights[17]"
     assert field_path(()) == "body"
+
+
+MILLION_KEYS = b'{"session_id":"s",' + b",".join(b'"k%d":1' % number for number in range(1_000_000)) + b"}"
+LISTS = b"[" + b"[]," * (16 * 2**20 // 3) + b"[]]"
+
+
+@pytest.mark.parametrize("path", ["telemetry", "session_heartbeat", "create_session", "optim_step", "retrieve_future"])
+async def test_small_routes_refuse_large_bodies_before_anything_is_built(start, path):
+    """Those that take a few hundred bytes of the network and become hundreds of megabytes of objects."""
+    async with start() as running:
+        for body in (LISTS, MILLION_KEYS):
+            bomb = zstandard.ZstdCompressor().compress(body)
+            tracemalloc.start()
+            answer = await running.http.post(f"/api/v1/{path}", content=bomb, headers={"content-encoding": "zstd"})
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            if path == "telemetry":  # a client that hears of an error asks again every second
+                assert answer.json() == {"status": "accepted"}
+            else:
+                assert answer.status_code == 413
+                assert "max_small_body_bytes" in answer.json()["detail"]
+            assert peak < 8 * 2**20 + 2 * len(bomb)
+
+
+async def test_values_and_unknown_fields_of_small_bodies_are_bounded(start):
+    async with start() as running:
+        wide = b'{"session_id":"s","x":[' + b"[]," * 100_000 + b"[]]}"
+        answer = await running.http.post("/api/v1/session_heartbeat", content=wide)
+        assert (answer.status_code, answer.json()["code"]) == (413, "too_large")
+        assert "max_json_values" in answer.json()["detail"]
+        unknown = json.dumps({f"k{number}": 1 for number in range(10_000)})
+        for path in ("session_heartbeat", "create_session", "create_model"):
+            answer = await running.http.post(f"/api/v1/{path}", content=unknown)
+            assert answer.status_code == 422
+            assert "k0" in answer.json()["detail"]
+            assert "k1" not in answer.json()["detail"]

@@ -216,7 +216,7 @@ def test_errors_are_short_and_name_the_place():
         validate(ours.SampleRequest, BASE | {f"field_{i}": "x" * 10_000 for i in range(1000)}, "body")
     assert len(str(raised.value)) < 600
     assert str(raised.value).startswith("body.field_0: ")
-    assert str(raised.value).endswith("; and 997 more")
+    assert "field_1" not in str(raised.value)
 
 
 def test_explain_reads_any_validation_error():

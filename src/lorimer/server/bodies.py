@@ -5,9 +5,6 @@ means is left to the routes.
 """
 
 import asyncio
-import json
-import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,35 +12,37 @@ import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 
-from lorimer.errors import TooLarge, Unsupported
+from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.server.body_limits import BodyLimits, small_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.errors import Refusal
+from lorimer.types.base import MAX_ERRORS
 from lorimer.types.compression import decompress
+from lorimer.types.json_bounds import JsonLimits, check_json, refuse_doubled_keys
 
 OFF_LOOP_BYTES = 256 * 1024
 """Bodies of more than this are handled in a thread."""
-MOST_ERRORS = 5
 
 Model = TypeVar("Model")
 Result = TypeVar("Result")
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes:
     """The whole body, decompressed; ``TooLarge`` beyond the limits, before the memory is taken."""
     settings = context_of(request).settings
+    most = settings.max_decompressed_bytes if limits is None else limits.max_bytes
     try:
         async with asyncio.timeout(settings.body_seconds):
             body = await _receive(request)
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise Refusal(408, "body_timeout", detail, {"connection": "close"}) from None
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding in ("", "identity"):
-        return body
+    encoding = request.headers.get("content-encoding", "")
     try:
-        return await off_loop(len(body), lambda: decompress(body, encoding, settings.max_decompressed_bytes))
+        return await off_loop(len(body), lambda: decompress(body, encoding, most))
     except TooLarge as error:
-        raise Refusal(413, "decompressed_too_large", str(error)) from error
+        setting = limits.setting if limits is not None else "max_decompressed_bytes"
+        raise Refusal(413, "decompressed_too_large", f"{error} ({setting})") from error
     except Unsupported as error:
         raise Refusal(415, "unsupported_encoding", str(error)) from error
 
@@ -84,14 +83,14 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()
 
 
-async def decode(request: Request, model: type[Model]) -> Model:
+async def decode(request: Request, model: type[Model], limits: BodyLimits | None = None) -> Model:
     """The JSON body as ``model``; 400 ``invalid_json`` if it cannot be parsed, 422 with the field if it does not fit.
 
-    An absent body is an empty object.
+    An absent body is an empty object. Unless ``limits`` says otherwise, it is a small one.
     """
-    body = await read_body(request)
-    depth = context_of(request).settings.max_json_depth
-    return await off_loop(len(body), lambda: validate(parse_json(body or b"{}", depth), model))
+    limits = limits or small_limits(context_of(request).settings)
+    body = await read_body(request, limits)
+    return await off_loop(len(body), lambda: validate(parse_json(body or b"{}", limits.json), model))
 
 
 def validate(value: object, model: type[Model]) -> Model:
@@ -107,8 +106,8 @@ def validate(value: object, model: type[Model]) -> Model:
 def describe(error: ValidationError) -> str:
     """One sentence with the path of each wrong field, the first few."""
     found = error.errors(include_url=False, include_context=False, include_input=True)
-    parts = [f"{field_path(item['loc'])}: {item['msg']}{_got(item)}" for item in found[:MOST_ERRORS]]
-    more = f"; and {len(found) - MOST_ERRORS} more" if len(found) > MOST_ERRORS else ""
+    parts = [f"{field_path(item['loc'])}: {item['msg']}{_got(item)}" for item in found[:MAX_ERRORS]]
+    more = f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
     return "; ".join(parts) + more
 
 
@@ -126,44 +125,20 @@ def _got(item: Any) -> str:
     return f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
-def parse_json(body: bytes, max_depth: int) -> Any:
-    """Parse strictly: no NaN, no infinity, no key twice, no deep nesting."""
+def parse_json(body: bytes, limits: JsonLimits) -> Any:
+    """Parse strictly: no NaN, no infinity, no key twice, no more values and nesting than the limits allow."""
     try:
+        counts = check_json(body, limits)
         value = orjson.loads(body)
+        refuse_doubled_keys(body, value, counts)
     except orjson.JSONDecodeError as error:
         raise invalid_json(str(error)) from None
-    num_keys = _measure(value, max_depth)
-    # Every key makes one match and text may make more, so that equal numbers prove that no key came twice.
-    if num_keys != len(re.findall(rb'"\s*:', body)):
-        json.loads(body, object_pairs_hook=_unique_keys)
+    except TooLarge:
+        raise
+    except InvalidInput as error:
+        raise invalid_json(str(error)) from None
     return value
 
 
 def invalid_json(reason: str) -> Refusal:
     return Refusal(400, "invalid_json", f"the body is not JSON that is accepted: {reason}")
-
-
-def _measure(value: object, max_depth: int) -> int:
-    """The number of keys; refuses a tree deeper than ``max_depth``."""
-    num_keys = 0
-    level = [value]
-    for _ in range(max_depth + 1):
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                num_keys += len(item)
-                below += [child for child in item.values() if isinstance(child, dict | list)]
-            elif isinstance(item, list):
-                below += [child for child in item if isinstance(child, dict | list)]
-        if not below:
-            return num_keys
-        level = below
-    raise invalid_json(f"it is nested deeper than {max_depth} levels")
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise invalid_json(f"key {twice[:80]!r} comes twice")
-    return found

@@ -93,6 +93,14 @@ class Settings:
     max_decompressed_bytes: Annotated[int, Meaning("Most bytes of a request body after decompression.", KIB)] = (
         256 * MIB
     )
+    max_small_body_bytes: Annotated[
+        int,
+        Meaning("Most bytes after decompression of bodies that hold no training data, prompts, chats or metrics.", KIB),
+    ] = MIB
+    max_chat_bytes: Annotated[
+        int,
+        Meaning("Most bytes after decompression of an OpenAI or Anthropic request, images included.", KIB),
+    ] = 32 * MIB
     body_seconds: Annotated[float, Meaning("Longest time a request body may take to arrive.", 0.1)] = 120.0
     # The HTTP server has one time for both. Clients beat every ten seconds, which should find their connection open.
     header_seconds: Annotated[
@@ -103,6 +111,9 @@ class Settings:
         float, Meaning("A connection whose client takes nothing of its answer for this long is cut (on Linux).", 0.1)
     ] = 60.0
     max_json_depth: Annotated[int, Meaning("Deepest nesting of lists and objects in a JSON body.", 4)] = 64
+    max_json_values: Annotated[
+        int, Meaning("Most values in the JSON of such a small body; lists and objects: a tenth of them.", 100)
+    ] = 50_000
     max_string_chars: Annotated[int, Meaning("Longest text of a field that is not a prompt, in characters.", 64)] = 8192
     max_metadata_bytes: Annotated[int, Meaning("Most bytes of user_metadata or tags, as JSON.", 64)] = 64 * KIB
     max_datums_per_operation: Annotated[int, Meaning("Most datums of one forward or forward_backward.", 1)] = 4096

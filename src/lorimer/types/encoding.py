@@ -5,11 +5,13 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from lorimer.errors import InvalidInput
+from lorimer.errors import InvalidInput, TooLarge
 from lorimer.types import request_json, request_protobuf
 from lorimer.types.compatibility import PROTOBUF
+from lorimer.types.json_bounds import JsonLimits
 from lorimer.types.results import (
     OUTPUT_TYPE,
     decode_forward_backward_output,
@@ -20,10 +22,13 @@ from lorimer.types.results import (
     sample_response_to_json,
 )
 from lorimer.types.training import TrainingRequest
+from lorimer.types.wire_bounds import WireLimits
 
 __all__ = [
     "OUTPUT_TYPE",
     "InvalidTrainingRequest",
+    "TooLargeTrainingRequest",
+    "TrainingLimits",
     "decode_forward_backward_output",
     "decode_sample_response",
     "decode_training_request",
@@ -35,6 +40,28 @@ __all__ = [
 ]
 
 P = TypeVar("P")
+_FIELDS_PER_DATUM = 64
+_OTHER_FIELDS = 1024
+_VALUES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """How much a request may hold; checked on its bytes, before anything is built from them."""
+
+    max_datums: int
+    max_tokens: int
+    max_depth: int
+
+    @property
+    def wire(self) -> WireLimits:
+        return WireLimits(self.max_datums, _FIELDS_PER_DATUM * self.max_datums + _OTHER_FIELDS)
+
+    @property
+    def json(self) -> JsonLimits:
+        containers = _FIELDS_PER_DATUM * self.max_datums + _OTHER_FIELDS
+        values = _VALUES_PER_TOKEN * self.max_tokens + containers
+        return JsonLimits(self.max_depth, values, containers, "max_datums_per_operation, max_tokens_per_operation")
 
 
 class InvalidTrainingRequest(InvalidInput):
@@ -46,13 +73,34 @@ class InvalidTrainingRequest(InvalidInput):
         self.seq_id = seq_id
 
 
-def decode_training_request(body: bytes, content_type: str, forward_only: bool = False) -> TrainingRequest:
-    """The request in a body of protobuf or JSON; ``forward_only`` is that of the endpoint it was sent to."""
+class TooLargeTrainingRequest(InvalidTrainingRequest, TooLarge):
+    """A training request that holds too much."""
+
+
+def decode_training_request(
+    body: bytes, content_type: str, forward_only: bool = False, limits: TrainingLimits | None = None
+) -> TrainingRequest:
+    """The request in a body of protobuf or JSON; ``forward_only`` is that of the endpoint it was sent to.
+
+    Without ``limits`` the body is one that was accepted before.
+    """
     match content_type.partition(";")[0].strip().lower():
         case "application/x-protobuf":
-            return _decode(body, forward_only, request_protobuf.parse, request_protobuf.address, request_protobuf.read)
+            wire = limits.wire if limits else None
+            return _decode(
+                forward_only,
+                lambda: request_protobuf.parse(body, wire),
+                request_protobuf.address,
+                request_protobuf.read,
+            )
         case "application/json" | "":
-            return _decode(body, forward_only, request_json.parse, request_json.address, request_json.read)
+            most = limits.max_datums if limits else None
+            return _decode(
+                forward_only,
+                lambda: request_json.parse(body, limits.json if limits else None),
+                request_json.address,
+                lambda values, forward_only: request_json.read(values, forward_only, most),
+            )
     raise InvalidTrainingRequest(f"Content-Type {content_type[:100]!r} is neither application/json nor {PROTOBUF}")
 
 
@@ -62,16 +110,15 @@ def encode_training_request(request: TrainingRequest) -> bytes:
 
 
 def _decode(
-    body: bytes,
     forward_only: bool,
-    parse: Callable[[bytes], P],
+    parse: Callable[[], P],
     address: Callable[[P], tuple[object, object]],
     read: Callable[[P, bool], TrainingRequest],
 ) -> TrainingRequest:
     model_id: str | None = None
     seq_id: int | None = None
     try:
-        parsed = parse(body)
+        parsed = parse()
         given_id, given_seq = address(parsed)
         if not isinstance(given_id, str) or not given_id:
             raise InvalidInput(f"model_id is {given_id!r:.60}; the id of a run is accepted")
@@ -80,5 +127,8 @@ def _decode(
             raise InvalidInput(f"seq_id is {given_seq!r:.60}; integers from 1 are accepted")
         seq_id = given_seq
         return read(parsed, forward_only)
+    except TooLarge as error:
+        found_id, found_seq = getattr(error, "model_id", model_id), getattr(error, "seq_id", seq_id)
+        raise TooLargeTrainingRequest(str(error), found_id, found_seq) from None
     except InvalidInput as error:
         raise InvalidTrainingRequest(str(error), model_id, seq_id) from None

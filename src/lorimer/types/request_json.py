@@ -6,23 +6,31 @@ from typing import Any
 
 import msgspec
 
-from lorimer.errors import InvalidInput
+from lorimer.errors import InvalidInput, TooLarge
 from lorimer.types.base import validate
 from lorimer.types.datum import Datum
+from lorimer.types.json_bounds import JsonLimits, check_json, count_outside_strings, refuse_doubled_keys
 from lorimer.types.model_input import ModelInput
 from lorimer.types.tensor_json import tensor_from_json
 from lorimer.types.training import TrainingRequest
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes, limits: JsonLimits | None = None) -> dict[str, Any]:
+    """The object; with limits, only after what it holds was counted. A key that comes twice is refused."""
     try:
+        counts = check_json(body, limits) if limits is not None else count_outside_strings(body)
         values = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise InvalidInput("the body is JSON nested too deeply") from None
+    except TooLarge:
+        raise
+    except InvalidInput as error:
+        raise InvalidInput(f"the body is not JSON that is accepted: {error}") from None
     if not isinstance(values, dict):
         raise InvalidInput("the body is JSON, but no object")
+    refuse_doubled_keys(body, values, counts)
     return values
 
 
@@ -30,7 +38,7 @@ def address(values: dict[str, Any]) -> tuple[object, object]:
     return values.get("model_id"), values.get("seq_id")
 
 
-def read(values: dict[str, Any], forward_only: bool) -> TrainingRequest:
+def read(values: dict[str, Any], forward_only: bool, max_datums: int | None = None) -> TrainingRequest:
     field = "forward_input" if forward_only else "forward_backward_input"
     _check_keys(values, ("model_id", "seq_id", field, "type"), "")
     inputs = _object(values.get(field), field)
@@ -38,6 +46,10 @@ def read(values: dict[str, Any], forward_only: bool) -> TrainingRequest:
     data = inputs.get("data")
     if not isinstance(data, list):
         raise InvalidInput("data is missing or no list; a list of datums is accepted")
+    if max_datums is not None and len(data) > max_datums:
+        raise TooLarge(
+            f"the number of datums is {len(data)}; at most {max_datums} is accepted (max_datums_per_operation)"
+        )
     loss_fn = inputs.get("loss_fn")
     if not isinstance(loss_fn, str):
         raise InvalidInput("loss_fn is missing or no string; the name of a loss is accepted")

@@ -12,9 +12,13 @@ from lorimer.types.datum import Datum, PromptProvenanceSpan, ProvenanceSpans, Sa
 from lorimer.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput, ModelInputChunk
 from lorimer.types.tensor_protobuf import parse_message, read_array, read_tensor, write_tensor
 from lorimer.types.training import TrainingRequest
+from lorimer.types.wire_bounds import WireLimits, check_training_request
 
 
-def parse(body: bytes) -> pb.ForwardBackwardRequest:
+def parse(body: bytes, limits: WireLimits | None = None) -> pb.ForwardBackwardRequest:
+    """The message; with limits, only after what it holds was counted."""
+    if limits is not None:
+        check_training_request(body, limits)
     return parse_message(pb.ForwardBackwardRequest, body)
 
 

@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, PlainSerializer, PlainValidator, Strict, field_validator
+from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer, PlainValidator, Strict, field_validator
+from pydantic_core import CoreSchema
 
-from lorimer.types.base import Counter, Integer, Request, Response
+from lorimer.types.base import Counter, Integer, Request, Response, stop_at_first_error
 from lorimer.types.model_input import ModelInput
 from lorimer.types.tensor_json import tensor_from_json, tensor_to_json
 from lorimer.types.tensors import Array, TensorData, TopkLogprobs
@@ -50,6 +51,10 @@ class SamplingParams(Response):
     """Ignores unknown parameters, as the official one does; in the JSON of a ``SampleRequest`` they are refused."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return stop_at_first_error(handler(source))
 
     max_tokens: Integer | None = None
     seed: Integer | None = None

@@ -65,9 +65,10 @@ def widen(values: Array, dtype: int) -> tuple[Array, TensorDtype]:
 def read_tensor(message: pb.Tensor) -> TensorData:
     """The tensor, or a ``ValueError`` that says what is wrong with it. No shape means one dimension."""
     stored = numpy_dtype(message.dtype)
+    if len(message.shape) > MAX_DIMENSIONS:
+        shown, number = list(message.shape[:8]), len(message.shape)
+        raise ValueError(f"shape {shown} has {number} dimensions; at most {MAX_DIMENSIONS} are accepted")
     shape = list(message.shape) or None
-    if shape is not None and len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"shape {shape[:8]} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are accepted")
     if message.WhichOneof("encoding") == "sparse_csr":
         sparse = message.sparse_csr
         values, dtype = widen(read_array(sparse.values, stored, "values"), message.dtype)

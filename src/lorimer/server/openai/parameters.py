@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from lorimer.server.bodies import describe, field_path, off_loop, parse_json, read_body
+from lorimer.server.body_limits import chat_limits
 from lorimer.server.context import context_of
 from lorimer.server.errors import Refusal
 
@@ -64,9 +65,9 @@ class BadParameter(Refusal):
 
 async def read_parameters(request: Request, model: type[Body]) -> Body:
     """The body as ``model``; a parameter that is null counts as absent."""
-    data = await read_body(request)
-    depth = context_of(request).settings.max_json_depth
-    return await off_loop(len(data), lambda: check_parameters(parse_json(data or b"{}", depth), model))
+    limits = chat_limits(context_of(request).settings)
+    data = await read_body(request, limits)
+    return await off_loop(len(data), lambda: check_parameters(parse_json(data or b"{}", limits.json), model))
 
 
 def check_parameters(raw: object, model: type[Body]) -> Body:
@@ -80,11 +81,11 @@ def check_parameters(raw: object, model: type[Body]) -> Body:
                 only = f"; accepted is {' or '.join(map(repr, accepted))}" if accepted else ""
                 detail = f"parameter {name!r} is not available{only}"
                 raise BadParameter(name, detail, "unsupported_parameter")
-    unknown = sorted(given.keys() - model.model_fields.keys())
-    if unknown:
+    unknown = next((name for name in given if name not in model.model_fields), None)
+    if unknown is not None:
         known = ", ".join(sorted(model.model_fields))
         raise BadParameter(
-            unknown[0], f"parameter {unknown[0][:100]!r} is not known; accepted are {known}", "unknown_parameter"
+            unknown, f"parameter {unknown[:100]!r} is not known; accepted are {known}", "unknown_parameter"
         )
     try:
         return model.model_validate(given)

@@ -2,7 +2,19 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictBool, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+
+from lorimer.types.base import stop_at_first_error, with_one_unknown
 
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -15,11 +27,15 @@ class Sent(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return stop_at_first_error(handler(source))
+
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return {name: value for name, value in values.items() if value is not None}
+            return with_one_unknown(cls, {name: value for name, value in values.items() if value is not None})
         return values
 
 

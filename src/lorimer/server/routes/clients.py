@@ -10,6 +10,7 @@ from lorimer import types
 from lorimer.errors import LorimerError, NotFound
 from lorimer.scheduler.models import ServedModel
 from lorimer.server.bodies import decode, parse_json, read_body
+from lorimer.server.body_limits import small_limits
 from lorimer.server.context import context_of, key_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.ownership import look_up
@@ -95,7 +96,8 @@ async def send_telemetry(request: Request) -> Response:
 
 async def keep_telemetry(request: Request) -> None:
     context, user = context_of(request), user_of(request)
-    body: Any = parse_json(await read_body(request), context.settings.max_json_depth)
+    limits = small_limits(context.settings)
+    body: Any = parse_json(await read_body(request, limits), limits.json)
     events = body.get("events") if isinstance(body, dict) else None
     if not isinstance(events, list):
         return

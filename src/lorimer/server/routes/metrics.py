@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from lorimer.errors import InvalidInput
 from lorimer.server.bodies import decode, off_loop
+from lorimer.server.body_limits import metrics_limits
 from lorimer.server.context import context_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
@@ -89,7 +90,7 @@ async def report_metrics(request: Request) -> Response:
     """Keep what the caller measured; a step that is reported again gets the later value."""
     context = context_of(request)
     run = await find_run(request, request.path_params["run_id"])
-    body = await decode(request, ReportMetricsRequest)
+    body = await decode(request, ReportMetricsRequest, metrics_limits(context.settings))
     settings, now = context.settings, time.time()
     number = sum(len(point.values) for point in body.points)
     most = settings.max_metric_values_per_request

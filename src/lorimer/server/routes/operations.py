@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from lorimer.errors import InvalidInput, LorimerError, QuotaExceeded
 from lorimer.server.bodies import off_loop, parse_json, read_body, validate
+from lorimer.server.body_limits import BodyLimits, small_limits
 from lorimer.server.context import Context, context_of, user_of
 from lorimer.server.errors import status_of
 from lorimer.server.openapi import JSON, Endpoint
@@ -53,17 +54,17 @@ class Submitted(Generic[Body]):
     body: Body
 
 
-async def read_json(request: Request) -> tuple[Any, int]:
-    """The parsed body and its size; an absent body is an empty object."""
-    data = await read_body(request)
-    depth = context_of(request).settings.max_json_depth
-    return await off_loop(len(data), lambda: parse_json(data or b"{}", depth)), len(data)
+async def read_json(request: Request, limits: BodyLimits | None = None) -> Any:
+    """The parsed body, a small one unless ``limits`` says otherwise; an absent body is an empty object."""
+    limits = limits or small_limits(context_of(request).settings)
+    data = await read_body(request, limits)
+    return await off_loop(len(data), lambda: parse_json(data or b"{}", limits.json))
 
 
 @asynccontextmanager
 async def operation(request: Request, model: type[Body]) -> AsyncIterator[Submitted[Body]]:
     """Decode the body of a numbered operation; an error inside counts its number as used."""
-    raw, _ = await read_json(request)
+    raw = await read_json(request)
     async with parsed_operation(request, model, raw) as submitted:
         yield submitted
 

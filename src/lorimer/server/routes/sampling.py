@@ -6,6 +6,7 @@ from starlette.responses import Response
 from lorimer import types
 from lorimer.errors import InvalidInput
 from lorimer.server.bodies import decode
+from lorimer.server.body_limits import sample_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.images import admit_sample_images
@@ -54,7 +55,7 @@ async def join_sampling_session(request: Request) -> Response:
 async def sample(request: Request) -> Response:
     """Sample sequences, or score a prompt."""
     context = context_of(request)
-    body = await decode(request, types.SampleRequest)
+    body = await decode(request, types.SampleRequest, sample_limits(context.settings))
     if body.base_model is not None or body.model_path is not None:
         raise InvalidInput("base_model and model_path belong to create_sampling_session, whose id is accepted here")
     if body.sampling_session_id is None:

@@ -8,11 +8,11 @@ from starlette.responses import Response
 from lorimer import types
 from lorimer.errors import InvalidInput, NotFound
 from lorimer.server.bodies import decode, off_loop, read_body, validate
+from lorimer.server.body_limits import loss_limits, training_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
 from lorimer.server.routes.images import admit_training_images
 from lorimer.server.routes.limits import (
-    check_count,
     check_metadata,
     check_optimizer,
     check_seq_id,
@@ -85,9 +85,10 @@ async def forward_backward(request: Request) -> Response:
 async def train(request: Request, *, forward_only: bool) -> Response:
     context = context_of(request)
     data = await read_body(request)
+    limits = training_limits(context.settings)
     media = request.headers.get("content-type", JSON)
     try:
-        body = await off_loop(len(data), lambda: decode_training_request(data, media, forward_only))
+        body = await off_loop(len(data), lambda: decode_training_request(data, media, forward_only, limits))
     except InvalidInput as error:
         async with uses_number(request, getattr(error, "model_id", None), getattr(error, "seq_id", None)):
             raise
@@ -120,7 +121,7 @@ async def optim_step(request: Request) -> Response:
 
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint into a run or, addressed by a session, into a new run of the checkpoint's shape."""
-    raw, _ = await read_json(request)
+    raw = await read_json(request)
     if isinstance(raw, dict) and raw.get("session_id") is not None:
         return await create_from_weights(request, validate(raw, types.LoadWeightsRequest))
     async with parsed_operation(request, types.LoadWeightsRequest, raw) as submitted:
@@ -151,10 +152,7 @@ async def create_from_weights(request: Request, body: types.LoadWeightsRequest) 
 async def create_custom_loss(request: Request) -> Response:
     """Upload the graph of a loss, to be used by the session's runs."""
     context = context_of(request)
-    raw, size = await read_json(request)
-    most = context.settings.max_custom_loss_bytes
-    check_count("the size of the request in bytes", size, most, "max_custom_loss_bytes")
-    body = validate(raw, types.CreateCustomLossRequest)
+    body = await decode(request, types.CreateCustomLossRequest, loss_limits(context.settings))
     check_text(context.settings, name=body.name)
     session = await find_session(request, body.session_id)
     return promise(await context.scheduler.create_loss(user_of(request), session, body))

@@ -1,0 +1,143 @@
+"""How much a training request in protobuf holds, counted on its bytes before any message is built from it.
+
+Nested messages are walked only where something in them is counted; everything else is stepped over by its length. Each
+step counts, so that the walk itself is bounded. Whether the bytes make sense is left to the parser.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lorimer.errors import InvalidInput, TooLarge
+
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
+_MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
+"""Fields of ``ForwardBackwardRequest``."""
+_LOSS_FN_INPUTS = 2
+"""Of ``Datum``; an entry of the map has its tensor in field 2."""
+_TENSOR, _SHAPE = 2, 4
+_MAX_SHAPE_BYTES = 64
+_SHAPE_CHECK_BYTES = 2**24
+"""In smaller bodies shapes are not looked for: parsed, they take eight times their bytes and no more."""
+
+
+@dataclass(frozen=True)
+class WireLimits:
+    """What a training request may hold."""
+
+    datums: int
+    fields: int
+    """Everything that has a tag: datums, chunks, tensors, spans, entries of maps, and the values in those."""
+
+
+@dataclass
+class Found:
+    """What the walk came by, also if it was broken off."""
+
+    model_id: str | None = None
+    seq_id: int | None = None
+    num_datums: int = 0
+    num_fields: int = 0
+    _limits: WireLimits = field(default_factory=lambda: WireLimits(0, 0))
+
+
+class TooMany(TooLarge):
+    """More than is accepted; says whose request it was, if that came first."""
+
+    def __init__(self, message: str, found: Found) -> None:
+        super().__init__(message)
+        self.model_id, self.seq_id = found.model_id, found.seq_id
+
+
+def check_training_request(body: bytes, limits: WireLimits) -> Found:
+    """Count, and refuse the body at the first thing too many."""
+    found = Found(_limits=limits)
+    for number, kind, start, end in _fields(body, 0, len(body), found):
+        if number == _DATA and kind == _BYTES:
+            found.num_datums += 1
+            if found.num_datums > limits.datums:
+                raise TooMany(
+                    f"the number of datums is more than {limits.datums}; at most {limits.datums} is accepted "
+                    "(max_datums_per_operation)",
+                    found,
+                )
+            _count_datum(body, start, end, found)
+        elif number == _MODEL_ID and kind == _BYTES:
+            found.model_id = body[start : min(end, start + 1000)].decode("utf-8", "replace")
+        elif number == _SEQ_ID and kind == _VARINT:
+            found.seq_id = _read_varint(body, start, end)[0]
+    return found
+
+
+def _count_datum(body: bytes, start: int, end: int, found: Found) -> None:
+    may_have_large_shapes = len(body) > _SHAPE_CHECK_BYTES
+    for number, kind, entry, after in _fields(body, start, end, found):
+        if may_have_large_shapes and number == _LOSS_FN_INPUTS and kind == _BYTES:
+            for part, part_kind, tensor, tensor_end in _fields(body, entry, after, found):
+                if part == _TENSOR and part_kind == _BYTES:
+                    _check_shape(body, tensor, tensor_end, found)
+
+
+def _check_shape(body: bytes, start: int, end: int, found: Found) -> None:
+    """A shape takes eight times its bytes when it is parsed."""
+    for number, kind, begin, stop in _fields(body, start, end, found):
+        if number == _SHAPE and kind == _BYTES and stop - begin > _MAX_SHAPE_BYTES:
+            raise TooMany(
+                f"data[{found.num_datums - 1}].loss_fn_inputs has a shape of {stop - begin} bytes; a tensor has one or "
+                "two dimensions",
+                found,
+            )
+
+
+def _fields(body: bytes, at: int, end: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+    """Number, wire type, beginning and end of the value of each field."""
+    most = found._limits.fields
+    while at < end:
+        found.num_fields += 1
+        if found.num_fields > most:
+            raise TooMany(
+                f"the request holds more than {most} chunks, tensors, spans and other fields; fewer are accepted "
+                "(64 for each of max_datums_per_operation)",
+                found,
+            )
+        tag, start = body[at], at + 1
+        if tag > 0x7F:
+            tag, start = _read_varint(body, at, end)
+        kind = tag & 7
+        if kind == _BYTES:
+            size = body[start] if start < end else 0x80
+            if size > 0x7F:
+                size, start = _read_varint(body, start, end)
+            else:
+                start += 1
+            at = start + size
+        elif kind == _VARINT:
+            _, at = _read_varint(body, start, end)
+        elif kind in (_GROUP, _END_GROUP):
+            at = start
+        elif kind in (_FIXED64, _FIXED32):
+            at = start + (8 if kind == _FIXED64 else 4)
+        else:
+            raise _torn()
+        if at > end:
+            raise _torn()
+        yield tag >> 3, kind, start, at
+
+
+def _read_varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    """The number and where it ends."""
+    if at < end and body[at] < 0x80:
+        return body[at], at + 1
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+    raise _torn()
+
+
+def _torn() -> InvalidInput:
+    return InvalidInput("the bytes are not a ForwardBackwardRequest in protobuf")
