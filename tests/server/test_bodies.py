@@ -3,11 +3,13 @@
 import asyncio
 import gzip
 import json
+import math
 import tracemalloc
 import zlib
 
 import pytest
 import zstandard
+from tinker import types as official
 
 from lorimer.server.bodies import field_path, parse_json
 from lorimer.server.errors import Refusal
@@ -262,3 +264,22 @@ async def test_values_and_unknown_fields_of_small_bodies_are_bounded(start):
             assert answer.status_code == 422
             assert "k0" in answer.json()["detail"]
             assert "k1" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", list(official.AdamParams.model_fields))
+async def test_numbers_that_are_none_in_a_step_of_the_official_sdk_are_refused_by_name(start, field, number):
+    """They arrive as null, which must not become the default."""
+    params = official.AdamParams(**{field: number})
+    step = official.OptimStepRequest(optim_params=params, model_id="s:train:0", seq_id=1)
+    body = step.model_dump_json(exclude_none=True)
+    assert f'"{field}":null' in body
+    async with start() as running:
+        answer = await running.http.post("/api/v1/optim_step", content=body)
+        assert answer.status_code == 422
+        assert f".{field}: " in answer.json()["detail"]
+        assert "null" in answer.json()["detail"]
+        sample = {"prompt": {"chunks": []}, "sampling_params": {"temperature": None}, "sampling_session_id": "s"}
+        answer = await running.http.post("/api/v1/asample", json=sample)
+        assert answer.status_code == 422
+        assert answer.json()["detail"].startswith("sampling_params.temperature: ")

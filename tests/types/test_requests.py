@@ -11,6 +11,7 @@ from tinker import types as official
 from lorimer import types as ours
 from lorimer.errors import InvalidInput
 from lorimer.types import explain, validate
+from lorimer.types.base import Request
 
 # What releases up to 0.16 send: no ``type``, no defaults, and null where the program passed None.
 OLD = {
@@ -28,8 +29,6 @@ OLD = {
             "base_model": "b",
             "user_metadata": None,
             "lora_config": None,
-            "optimizer_config": None,
-            "type": None,
         },
     ),
     "optim_step": (ours.OptimStepRequest, {"adam_params": {"learning_rate": 0.001}, "model_id": "m", "seq_id": 7}),
@@ -48,14 +47,13 @@ OLD = {
     "asample all null": (
         ours.SampleRequest,
         {
-            "num_samples": None,
             "prompt": {"chunks": []},
-            "sampling_params": {"max_tokens": None, "seed": None, "stop": None, "temperature": None, "top_k": None},
-            "topk_prompt_logprobs": None,
+            "sampling_params": {"max_tokens": None, "seed": None, "stop": None},
+            "prompt_logprobs": None,
             "target_prompt_logprobs": None,
         },
     ),
-    "save": (ours.SaveWeightsRequest, {"model_id": "m", "path": "a", "seq_id": 3, "overwrite": None}),
+    "save": (ours.SaveWeightsRequest, {"model_id": "m", "path": "a", "seq_id": 3, "ttl_seconds": None}),
     "poll": (ours.FutureRetrieveRequest, {"request_id": "r"}),
     "heartbeat": (ours.SessionHeartbeatRequest, {"session_id": "s"}),
     "telemetry": (
@@ -80,6 +78,36 @@ def test_parameters_of_a_sample_have_their_defaults():
     request = validate(*OLD["asample all null"])
     assert request.sampling_params == ours.SamplingParams()
     assert (request.num_samples, request.topk_prompt_logprobs) == (1, 0)
+
+
+def request_types(kind: type = Request) -> list[type[Request]]:
+    return [found for child in kind.__subclasses__() for found in (child, *request_types(child))]
+
+
+NOT_NULL = [
+    (model, name)
+    for model in [*request_types(), ours.SamplingParams]
+    for name, field in model.model_fields.items()
+    if not field.is_required() and field.get_default(call_default_factory=True) is not None
+]
+
+
+@pytest.mark.parametrize(("model", "name"), NOT_NULL, ids=lambda item: getattr(item, "__name__", item))
+def test_null_is_no_value_of_a_field_with_another_default(model, name):
+    """NaN and infinity arrive as null; the default in their place would be a number that nobody gave."""
+    with pytest.raises(pydantic.ValidationError) as raised:
+        model.model_validate({name: None})
+    assert name in [error["loc"][0] for error in raised.value.errors()]
+
+
+def test_fields_that_the_official_sdk_may_send_as_null_are_known():
+    """Where the official type has None, ours has it too, so that no release is refused."""
+    assert len(NOT_NULL) > 40
+    for model, name in NOT_NULL:
+        theirs = getattr(official, model.__name__, None)
+        if theirs is not None and name in theirs.model_fields:
+            with pytest.raises(pydantic.ValidationError):
+                pydantic.TypeAdapter(theirs.model_fields[name].annotation).validate_python(None)
 
 
 NEW = {

@@ -16,7 +16,7 @@ from lorimer.errors import InvalidInput, TooLarge, Unsupported
 from lorimer.server.body_limits import BodyLimits, small_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.errors import Refusal
-from lorimer.types.base import MAX_ERRORS
+from lorimer.types.base import MAX_ERRORS, shown_input
 from lorimer.types.compression import decompress
 from lorimer.types.json_bounds import JsonLimits, check_json, refuse_doubled_keys
 
@@ -121,8 +121,7 @@ def _got(item: Any) -> str:
     value = item["input"]
     if item["type"] in ("missing", "extra_forbidden") or not isinstance(value, str | int | float | bool | None):
         return ""
-    shown = repr(value)
-    return f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+    return f", got {shown_input(value)}"
 
 
 def parse_json(body: bytes, limits: JsonLimits) -> Any:

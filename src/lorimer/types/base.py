@@ -1,8 +1,9 @@
 """The two kinds of JSON model, and how their errors read.
 
-Requests refuse unknown fields and numbers that are not finite, and take null for a field with a default as if it were
-absent: releases of the SDK differ in which of the two they send. Responses ignore what they do not know, so that an
-old client can talk to a new server.
+Requests refuse unknown fields, numbers that are not finite, and null where a field has no such value: that is how NaN
+and infinity arrive from the official SDK, and a default in their place would train with numbers that nobody gave.
+Fields that may be absent have ``None`` as a value, which releases up to 0.16 send as null. Responses ignore what they do
+not know, so that an old client can talk to a new server.
 """
 
 from functools import lru_cache
@@ -103,18 +104,6 @@ class Request(BaseModel):
     def _one_unknown_field(cls, values: Any) -> Any:
         return with_one_unknown(cls, values)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not any(value is None for value in values.values()):
-            return values
-        fields = cls.model_fields
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not None or name not in fields or fields[name].is_required()
-        }
-
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -133,7 +122,7 @@ def explain(error: ValidationError, where: str = "") -> str:
     lines = []
     for item in found[:MAX_ERRORS]:
         path = _path(where, item["loc"])
-        value = "" if item["type"] == "missing" else f" (got {_short(item['input'])})"
+        value = "" if item["type"] == "missing" else f" (got {shown_input(item['input'])})"
         message = item["msg"][:1].lower() + item["msg"][1:]
         lines.append(f"{path}: {message}{value}" if path else f"{message}{value}")
     rest = len(found) - len(lines)
@@ -146,7 +135,10 @@ def _path(path: str, location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-def _short(value: object) -> str:
+def shown_input(value: object) -> str:
+    """A wrong value as errors quote it."""
+    if value is None:
+        return "null, as which NaN and infinity arrive too; a field that is left out has its default"
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = repr(value)

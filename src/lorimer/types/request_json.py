@@ -83,9 +83,8 @@ def _is_finite(value: float) -> bool:
 def _read_datum(value: object, where: str) -> Datum:
     values = _object(value, where)
     _check_keys(values, ("model_input", "loss_fn_inputs"), where)
-    inputs = values.get("loss_fn_inputs")
     tensors = {}
-    for name, tensor in _object({} if inputs is None else inputs, f"{where}.loss_fn_inputs").items():
+    for name, tensor in _object(values.get("loss_fn_inputs", {}), f"{where}.loss_fn_inputs").items():
         try:
             tensors[name] = tensor_from_json(tensor)
         except ValueError as error:

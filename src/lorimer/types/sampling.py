@@ -73,7 +73,7 @@ def _known_parameters(value: object) -> object:
         raise ValueError(
             f"unknown sampling parameter {min(unknown)!r}; accepted are {', '.join(SamplingParams.model_fields)}"
         )
-    return {name: item for name, item in value.items() if item is not None}
+    return value
 
 
 WireTensor = Annotated[TensorData, PlainValidator(tensor_from_json), PlainSerializer(tensor_to_json)]
