@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "client": {"types"},
     "store": {"types"},
     "engine": {"types"},
-    "scheduler": {"types", "store", "engine.messages", "engine.process", "engine.config"},
+    "scheduler": {"types", "store", "engine.messages", "engine.translation", "engine.process", "engine.config"},
     "cluster": {"types", "engine"},
     "server": {"types", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
     "console": set(),
@@ -33,7 +33,7 @@ MAY_IMPORT_IN_FUNCTIONS = {
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
 MAY_LOAD_TORCH = {"engine", "cluster", "cookbook", "recipes"}
-TORCH_FREE_ENGINE_MODULES = ["messages", "process", "config"]
+TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config"]
 LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
 
 

@@ -19,6 +19,7 @@ TORCH_FREE = [
         if module.name not in MAY_LOAD_TORCH
     ),
     "lorimer.engine.messages",
+    "lorimer.engine.translation",
     "lorimer.engine.process",
     "lorimer.engine.config",
 ]

@@ -10,7 +10,7 @@ from bench.service.http import PROTOBUF, Answer, HttpPool
 from bench.service.server import MODEL
 from lorimer import types
 from lorimer.engine import messages
-from lorimer.scheduler.translate import engine_datum
+from lorimer.engine.translation import engine_datum
 from lorimer.types.encoding import decode_forward_backward_output, encode_training_request
 from lorimer.types.tensors import TensorData
 

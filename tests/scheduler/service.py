@@ -13,6 +13,7 @@ from lorimer.scheduler.intake import Accepted
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.operation import Outcome
 from lorimer.scheduler.scheduler import Scheduler
+from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -118,7 +119,7 @@ class Service:
         return found
 
     async def train(self, user: User, run: Run, seq_id: int, **kwargs) -> Accepted:
-        return await self.scheduler.train(user, run, training_request(run, seq_id, **kwargs))
+        return await self.scheduler.train(user, run, encoded_training(training_request(run, seq_id, **kwargs)))
 
     async def step(self, user: User, run: Run, seq_id: int) -> Accepted:
         return await self.scheduler.optim_step(user, run, seq_id, {"learning_rate": 1e-2})
@@ -151,7 +152,7 @@ class Service:
         )
 
     async def sample(self, user: User, sampler: SamplingSession, seq_id: int, **kwargs) -> Accepted:
-        return await self.scheduler.sample(user, sampler, sample_request(seq_id, **kwargs))
+        return await self.scheduler.sample(user, sampler, *encoded_sample(sample_request(seq_id, **kwargs)))
 
     async def outcome(self, accepted: Accepted, timeout: float = WAIT) -> Outcome:
         return await self.scheduler.wait(accepted.request_id, timeout)

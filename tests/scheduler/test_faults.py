@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from lorimer.engine.translation import decode_operation
 from lorimer.errors import StorageError
 from lorimer.store import runs
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
@@ -78,7 +79,7 @@ async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypa
 
     def deadly(batch):
         answers = train(batch)
-        if any(len(op.data[0].tokens) == 13 for op in batch.operations):
+        if any(len(decode_operation(op).data[0].tokens) == 13 for op in batch.operations):
             s.kill_engine()
         return answers
 

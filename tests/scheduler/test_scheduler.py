@@ -11,6 +11,7 @@ import pytest_asyncio
 from lorimer import types
 from lorimer.errors import Busy, InvalidInput
 from lorimer.scheduler.stats import QueuedRequests
+from lorimer.scheduler.translate import encoded_training
 from lorimer.store import futures, samplers
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response, encode_training_request
 from tests.scheduler.service import Service, training_request
@@ -259,7 +260,7 @@ async def test_losses_of_other_sessions_are_refused(service):
     config = {"loss_id": "somebody:loss:0"}
     request = replace(training_request(run, 1), loss_fn="custom", loss_fn_config=config)
     with pytest.raises(InvalidInput, match="somebody:loss:0"):
-        await service.scheduler.train(user, run, request)
+        await service.scheduler.train(user, run, encoded_training(request))
 
 
 async def test_a_name_that_is_taken_fails_the_save_and_leaves_nothing(service):

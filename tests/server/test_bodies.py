@@ -11,8 +11,7 @@ import pytest
 import zstandard
 from tinker import types as official
 
-from lorimer.server.bodies import field_path, parse_json
-from lorimer.server.errors import Refusal
+from lorimer.server.decoding import InvalidJson, field_path, parse_json
 from lorimer.server.settings import Settings
 from lorimer.types.json_bounds import JsonLimits
 
@@ -202,7 +201,7 @@ def test_many_keys_are_parsed_and_one_twice_among_them_is_found():
         items = {f"k{index}": index for index in range(number)}
         text = json.dumps(items)
         assert parse_json(text.encode(), LIMITS) == items
-        with pytest.raises(Refusal, match=f"{name} comes twice"):
+        with pytest.raises(InvalidJson, match=f"{name} comes twice"):
             parse_json((text[:-1] + ', "k7": 0}').encode(), LIMITS)
 
 

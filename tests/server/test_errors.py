@@ -7,10 +7,11 @@ import pytest
 from starlette.requests import Request
 
 from lorimer import errors
+from lorimer.server.decoding import InvalidField, InvalidJson
 from lorimer.server.errors import STATUS, Refusal, answer_error, error_response, printable, status_of
 from lorimer.store.directory import DiskFull
 
-KINDS = [item for item in vars(errors).values() if inspect.isclass(item)]
+KINDS = [*(item for item in vars(errors).values() if inspect.isclass(item)), InvalidField, InvalidJson]
 SCOPE = {"type": "http", "path": "/api/v1/x", "state": {"request_id": "r1"}, "headers": []}
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 
 _LENGTH_BYTES = 8
+_COPIED_BYTES = 64 * 1024
 
 
 class Connection:
@@ -22,8 +23,13 @@ class Connection:
         self._poll.register(sock, select.POLLIN)
 
     def send(self, data: bytes) -> None:
+        header = len(data).to_bytes(_LENGTH_BYTES, "little")
         with self._sending:
-            self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            if len(data) > _COPIED_BYTES:  # put together they would be copied, and all threads would wait for that
+                self._socket.sendall(header)
+                self._socket.sendall(data)
+            else:
+                self._socket.sendall(header + data)
 
     def receive(self) -> bytearray | None:
         """The next message, waiting for it; ``None`` when the other end is gone."""

@@ -7,7 +7,7 @@ it says or raises and leaves everything as it was.
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from lorimer.engine.messages import (
     CreateRun,
     DropRun,
     DropSampler,
+    EncodedForwardBackward,
     ForwardBackward,
     LoadSampler,
     LoadState,
@@ -41,6 +42,7 @@ from lorimer.engine.model import eos_token_ids, load_model, load_tokenizer
 from lorimer.engine.sampling import Sampler
 from lorimer.engine.sources import resolve
 from lorimer.engine.training import Trainer, Work
+from lorimer.engine.translation import decode_operation
 from lorimer.engine.validation import check_operation, check_sample
 from lorimer.engine.vision import ReadImage, SequenceImages
 from lorimer.errors import InvalidInput, NotFound
@@ -113,13 +115,17 @@ class Engine:
         return StateResult()
 
     def train(
-        self, operations: list[ForwardBackward], between_passes: Callable[[], None] | None = None
+        self,
+        operations: Sequence[ForwardBackward | EncodedForwardBackward],
+        between_passes: Callable[[], None] | None = None,
     ) -> list[TrainResult | Exception]:
         """Compute operations together; those that are refused or fail do so alone."""
         outcomes: list[TrainResult | Exception | None] = [None] * len(operations)
         batch: list[tuple[int, Work]] = []
         for i, operation in enumerate(operations):
             try:
+                if isinstance(operation, EncodedForwardBackward):
+                    operation = decode_operation(operation)
                 whole, images = self._read_images(operation)
                 checked = check_operation(
                     whole,

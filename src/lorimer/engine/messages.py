@@ -5,6 +5,7 @@ Every command carries a ``request_id`` and is answered by exactly one ``Done`` o
 Arrays are NumPy arrays and travel as raw bytes; nothing is pickled. This module does not import torch.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -105,10 +106,36 @@ class ForwardBackward(Message):
     forward_only: bool = False
 
 
+class EncodedForwardBackward(Message):
+    """The same with its data as the journal has them: a training request in protobuf.
+
+    On the wire ``payload`` is empty here, and follows the batch in a frame of its own, in the order of the operations.
+    So the sender copies nothing, and the engine does the decoding.
+    """
+
+    request_id: str
+    model_id: str
+    payload: bytes = b""
+    forward_only: bool = False
+
+
 class TrainBatch(Message):
     """Operations of any runs, losses and ranks, computed together in one packed pass."""
 
-    operations: list[ForwardBackward]
+    operations: list[ForwardBackward | EncodedForwardBackward]
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [one.payload for one in self.operations if isinstance(one, EncodedForwardBackward)]
+
+    def with_payloads(self, payloads: Iterable[bytes]) -> "TrainBatch":
+        """The batch with other payloads in its encoded operations, as many as it has."""
+        left = iter(payloads)
+        operations = [
+            msgspec.structs.replace(one, payload=next(left)) if isinstance(one, EncodedForwardBackward) else one
+            for one in self.operations
+        ]
+        return TrainBatch(operations=operations)
 
 
 class OptimStep(Message):

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import repeat
 from queue import SimpleQueue
 from typing import Any
 
@@ -75,8 +76,8 @@ class EngineProcess:
         """Resolves when the model is loaded, or fails with the reason it cannot be."""
         self.ended: Future[str] = _future()
         """Resolves when the process has ended, with what is known of why."""
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._outbox.put(msgspec.msgpack.encode(config))
+        self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
+        self._outbox.put([msgspec.msgpack.encode(config)])
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._reader.start()
@@ -98,13 +99,15 @@ class EngineProcess:
 
     def train(self, batch: TrainBatch) -> "list[Future[Result]]":
         """Send a batch; one future for each operation, in order."""
-        return self._send(batch, [operation.request_id for operation in batch.operations])
+        payloads = batch.payloads
+        bare = batch.with_payloads(repeat(b"")) if payloads else batch
+        return self._send(bare, [operation.request_id for operation in batch.operations], payloads)
 
     def cancel(self, request_id: str) -> None:
         """Give a sample up: its future fails with ``Cancelled``, unless the result is already on its way."""
-        self._outbox.put(encode(Cancel(request_id=request_id)))
+        self._outbox.put([encode(Cancel(request_id=request_id))])
 
-    def _send(self, command: Command, request_ids: list[str]) -> "list[Future[Result]]":
+    def _send(self, command: Command, request_ids: list[str], payloads: Sequence[bytes] = ()) -> "list[Future[Result]]":
         try:
             data = encode(command)
             decode_command(data)  # what the engine could not read must not reach it
@@ -119,13 +122,14 @@ class EngineProcess:
             if taken := self._pending.keys() & request_ids:
                 raise InvalidInput(f"request id {min(taken)!r} is under way; it is accepted again once it is answered")
             self._pending.update(zip(request_ids, futures, strict=True))
-            self._outbox.put(data)
+            self._outbox.put([data, *payloads])
         return futures
 
     def _write(self) -> None:
-        while (data := self._outbox.get()) is not None:
+        while (frames := self._outbox.get()) is not None:
             try:
-                self._connection.send(data)
+                for data in frames:
+                    self._connection.send(data)
             except OSError:  # the reader finds the same, and says so
                 return
 
@@ -175,7 +179,7 @@ class EngineProcess:
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Let the pass under way end, then stop the process; one that loads, or does not listen, is killed."""
-        self._outbox.put(encode(Shutdown()))
+        self._outbox.put([encode(Shutdown())])
         if not self.ready.done():
             self._process.kill()
         try:

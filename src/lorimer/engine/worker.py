@@ -91,7 +91,15 @@ class Worker:
             if data is None:
                 self._is_closing = True
                 return
-            self._take(decode_command(data))
+            command = decode_command(data)
+            if isinstance(command, TrainBatch):
+                command = self._with_payloads(command)
+            self._take(command)
+
+    def _with_payloads(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the payloads that follow it; those of a connection that has ended are missing."""
+        received = [self._connection.receive() for _ in batch.payloads]
+        return batch.with_payloads(bytes(payload or b"") for payload in received)
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Shutdown):

@@ -89,14 +89,6 @@ def check_sample(request: types.SampleRequest) -> None:
             raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; accepted are text and images")
 
 
-def with_seed(request: types.SampleRequest) -> types.SampleRequest:
-    """A sample that is lost is run again; with a seed of its own it comes out the same."""
-    if request.sampling_params.seed is not None:
-        return request
-    params = request.sampling_params.model_copy(update={"seed": secrets.randbits(62)})
-    return request.model_copy(update={"sampling_params": params})
-
-
 # ── transactions ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -120,6 +112,7 @@ def accept(
         lane=operation.lane,
         seq_id=operation.seq_id,
         payload=operation.payload,
+        payload_sha256=operation.payload_sha256,
         tokens=operation.tokens,
     )
     if is_new and has_passed:
@@ -128,7 +121,7 @@ def accept(
         check(c)
     if not is_new and row.kind != operation.kind and row.state not in ("rejected", "abandoned"):
         raise InvalidInput(f"operation {operation.seq_id} of {operation.lane} is a {row.kind}, not a {operation.kind}")
-    if not is_new and row.kind in _REPEATABLE and row.payload_sha256 != _digest(operation.payload):
+    if not is_new and row.kind in _REPEATABLE and row.payload_sha256 != _digest(operation):
         raise InvalidInput(f"operation {operation.seq_id} of {operation.lane} was already submitted with other content")
     return row, is_new
 
@@ -187,5 +180,5 @@ def reject(c: Connection, user_id: str, run: Run, seq_id: int, reason: str) -> b
     return is_new
 
 
-def _digest(payload: bytes) -> str:
-    return hashlib.sha256(payload).hexdigest()
+def _digest(operation: Operation) -> str:
+    return operation.payload_sha256 or hashlib.sha256(operation.payload).hexdigest()

@@ -11,10 +11,8 @@ from lorimer.errors import EngineDied, EngineError, InvalidInput, LorimerError, 
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.operation import Operation
 from lorimer.scheduler.payloads import AnyPayload, Load, OptimStep, Save, SaveEphemeral, decode_payload
-from lorimer.scheduler.translate import engine_datum
 from lorimer.store.directory import DataDirectory
 from lorimer.store.runs import Run
-from lorimer.types.encoding import decode_training_request
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -99,15 +97,12 @@ def snapshot_command(run: Run, directory: Path) -> messages.SaveState:
     return messages.SaveState(request_id=f"snapshot:{directory.name}", model_id=run.model_id, directory=str(directory))
 
 
-def to_forward_backward(operation: Operation) -> messages.ForwardBackward:
-    request = operation.request or decode_training_request(operation.payload, "application/x-protobuf")
-    operation.request, operation.payload = None, b""
-    return messages.ForwardBackward(
+def to_forward_backward(operation: Operation) -> messages.EncodedForwardBackward:
+    payload, operation.payload = operation.payload, b""
+    return messages.EncodedForwardBackward(
         request_id=operation.request_id,
         model_id=operation.lane,
-        data=[engine_datum(datum, index) for index, datum in enumerate(request.data)],
-        loss_fn=request.loss_fn,
-        loss_fn_config=request.loss_fn_config,
+        payload=payload,
         forward_only=operation.kind == "forward",
     )
 

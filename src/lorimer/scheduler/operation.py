@@ -44,6 +44,8 @@ class Operation:
     tokens: int = 0
     payload: bytes = b""
     """Until it has been sent; read from the journal when that must be repeated."""
+    payload_sha256: str = ""
+    """Of the payload as it was submitted, if it has been computed."""
     request: Any = None
     """The decoded payload, until it has been sent."""
     reads: str | None = None

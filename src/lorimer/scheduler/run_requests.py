@@ -17,13 +17,12 @@ from lorimer.scheduler.losses import check_loss_id
 from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.operation import Operation
 from lorimer.scheduler.runs import RunState
-from lorimer.scheduler.translate import estimated_tokens
 from lorimer.store import quotas
 from lorimer.store.runs import Run
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
 from lorimer.store.weights import Weights
-from lorimer.types.encoding import encode_training_request
+from lorimer.types.encoding import EncodedTraining
 
 
 class RunRequests(Intake):
@@ -101,14 +100,14 @@ class RunRequests(Intake):
             model.training.create(model.training.add_run(run), creation)
         return Accepted(row.request_id, run.model_id)
 
-    async def train(self, user: User, run: Run, request: types.TrainingRequest) -> Accepted:
+    async def train(self, user: User, run: Run, request: EncodedTraining) -> Accepted:
         kind = "forward" if request.forward_only else "forward_backward"
         accepting.check_seq_id(request.seq_id)
         if request.loss_fn == "custom":
             check_loss_id(run.session_id, request.loss_fn_config.get("loss_id"))
-        tokens = sum(estimated_tokens(datum.model_input) for datum in request.data)
-        payload = encode_training_request(request)
-        return await self._submit(user, run, request.seq_id, kind, payload, tokens, request)
+        return await self._submit(
+            user, run, request.seq_id, kind, request.payload, request.tokens, request.payload_sha256
+        )
 
     async def optim_step(
         self, user: User, run: Run, seq_id: int, params: dict[str, float], optimizer_type: str = "adamw"
@@ -166,7 +165,7 @@ class RunRequests(Intake):
         kind: str,
         payload: payloads.AnyPayload | bytes,
         tokens: int = 0,
-        request: types.TrainingRequest | None = None,
+        payload_sha256: str = "",
         check: Callable[[Connection], None] | None = None,
     ) -> Accepted:
         """Take an operation of a run: on record first, unless ``check`` refuses it, then in its order."""
@@ -181,7 +180,7 @@ class RunRequests(Intake):
             kind=kind,
             tokens=tokens,
             payload=payload if isinstance(payload, bytes) else payloads.encode_payload(payload),
-            request=request,
+            payload_sha256=payload_sha256,
             reads=payload.weights_name if isinstance(payload, payloads.Load) else None,
         )
         self._model(run.base_model).training.check_room(state, operation.size)

@@ -131,13 +131,15 @@ class Scheduler(RunRequests):
 
     # ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
-    async def sample(self, user: User, sampler: SamplingSession, request: types.SampleRequest) -> Accepted:
+    async def sample(
+        self, user: User, sampler: SamplingSession, request: types.SampleRequest, encoded: bytes
+    ) -> Accepted:
+        """The request and its JSON, as ``translate.encoded_sample`` gives them: with a seed."""
         if self._is_closing:
             raise Busy("the server is shutting down")
         model = self._model(sampler.base_model)
         model.sampling.check_room(user.user_id)
         accepting.check_sample(request)
-        request = accepting.with_seed(request)
         operation = SampleOperation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -147,9 +149,7 @@ class Scheduler(RunRequests):
             seq_id=request.seq_id if request.seq_id is not None else secrets.randbits(62),
             kind="sample",
             tokens=estimated_tokens(request.prompt),
-            payload=payloads.encode_payload(
-                payloads.Sample(request=request.model_dump_json(exclude_none=True).encode())
-            ),
+            payload=payloads.encode_payload(payloads.Sample(request=encoded)),
             request=request,
             sampler=sampler,
         )

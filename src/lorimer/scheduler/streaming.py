@@ -18,12 +18,11 @@ from sqlalchemy import Connection
 from lorimer import types
 from lorimer.engine import messages
 from lorimer.errors import LorimerError
-from lorimer.scheduler import accepting
 from lorimer.scheduler.models import ModelScheduler
 from lorimer.scheduler.operation import Outcome
 from lorimer.scheduler.recorder import Recorder
 from lorimer.scheduler.sampling import AnySample
-from lorimer.scheduler.translate import estimated_tokens
+from lorimer.scheduler.translate import estimated_tokens, with_seed
 from lorimer.store import usage
 from lorimer.store.usage import UsageItem, UsageKind
 
@@ -116,7 +115,7 @@ def start_sample(
 ) -> DirectSample:
     """Put a sample into the queue; with ``stream`` its tokens come in ``pieces``."""
     model.sampling.check_room(user_id)
-    request = accepting.with_seed(request)
+    request = with_seed(request)
     sample = DirectSample(
         request_id=secrets.token_hex(16),
         user_id=user_id,

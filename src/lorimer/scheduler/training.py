@@ -30,6 +30,7 @@ from lorimer.scheduler.shares import SharedLimit, Shares
 from lorimer.scheduler.snapshots import Snapshots
 from lorimer.store.directory import DataDirectory
 from lorimer.store.runs import Run
+from lorimer.types.encoding import read_loss
 
 _MOST_TURNS = 2
 
@@ -209,7 +210,7 @@ class TrainingQueue:
         if not self._turns:
             self._turn_began = time.monotonic()
         sent = [self._send_barrier(self._take(operation), operation) for operation in turn.barriers]
-        commands: list[messages.ForwardBackward] = []
+        commands: list[messages.EncodedForwardBackward] = []
         batched: list[Operation] = []
         for operation in turn.training:
             self._take(operation)
@@ -232,17 +233,18 @@ class TrainingQueue:
         except Exception as error:
             return refused(operation, error)
 
-    def _training_command(self, operation: Operation) -> messages.ForwardBackward:
+    def _training_command(self, operation: Operation) -> messages.EncodedForwardBackward:
         command = to_forward_backward(operation)
-        if command.loss_fn == "custom":
-            self._losses.ensure(self.slot, str(command.loss_fn_config.get("loss_id")))
+        loss_fn, config = read_loss(command.payload)
+        if loss_fn == "custom":
+            self._losses.ensure(self.slot, str(config.get("loss_id")))
         return command
 
-    def _send_batch(self, operations: list[Operation], commands: list[messages.ForwardBackward]) -> list[Sent]:
+    def _send_batch(self, operations: list[Operation], commands: list[messages.EncodedForwardBackward]) -> list[Sent]:
         if not operations:
             return []
         try:
-            answers = self.slot.train(messages.TrainBatch(operations=commands))
+            answers = self.slot.train(messages.TrainBatch(operations=[*commands]))
         except Exception as error:
             return [refused(operation, error) for operation in operations]
         return [Sent(operation, [answer]) for operation, answer in zip(operations, answers, strict=True)]

@@ -1,51 +1,20 @@
 """Between what travels on the wire (``lorimer.types``) and what the engine is told (``engine.messages``)."""
 
+import hashlib
 import math
+import secrets
 
 import numpy as np
 
 from lorimer import types
 from lorimer.engine import messages
-from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.engine.translation import engine_input
+from lorimer.errors import InvalidInput, TooLarge
+from lorimer.types.encoding import EncodedTraining, encode_training_request
 from lorimer.types.tensors import TensorData
 
 _MOST_TARGETS = 2**24
 _TYPICAL_IMAGE_TOKENS = 256
-
-
-def engine_datum(datum: types.Datum, index: int) -> messages.Datum:
-    dense, sparse = {}, {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        if tensor.csr is None:
-            dense[name] = tensor.values
-        else:
-            sparse[name] = _csr(tensor)
-    tokens, images = engine_input(datum.model_input, f"data[{index}].model_input")
-    return messages.Datum(tokens=tokens, loss_fn_inputs=dense, sparse_inputs=sparse, images=images)
-
-
-def engine_input(model_input: types.ModelInput, field: str) -> tuple[np.ndarray, list[messages.ImageInput]]:
-    """The tokens of the text, and the images with their places in it."""
-    text: list[types.ModelInputChunk] = []
-    images: list[messages.ImageInput] = []
-    offset = 0
-    for index, chunk in enumerate(model_input.chunks):
-        if isinstance(chunk, types.EncodedTextChunk):
-            text.append(chunk)
-            offset += len(chunk.tokens)
-        elif isinstance(chunk, types.ImageChunk):
-            images.append(
-                messages.ImageInput(
-                    data=chunk.data,
-                    format=chunk.format,
-                    offset=offset,
-                    chunk=index,
-                    expected_tokens=chunk.expected_tokens,
-                )
-            )
-        else:
-            raise Unsupported(f"{field} has a chunk of type {chunk.type!r}; accepted are text and images")
-    return types.ModelInput.model_construct(chunks=text).to_array(), images
 
 
 def estimated_tokens(model_input: types.ModelInput) -> int:
@@ -56,11 +25,33 @@ def estimated_tokens(model_input: types.ModelInput) -> int:
     )
 
 
-def _csr(tensor: TensorData) -> messages.CsrArray:
-    assert tensor.csr is not None
-    crow, columns = tensor.csr
-    rows, width = tensor.dense_shape
-    return messages.CsrArray(values=tensor.values, crow_indices=crow, col_indices=columns, shape=(rows, width))
+def encoded_training(request: types.TrainingRequest) -> EncodedTraining:
+    """The request as the scheduler takes it."""
+    payload = encode_training_request(request)
+    return EncodedTraining(
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        payload=payload,
+        loss_fn=request.loss_fn,
+        loss_fn_config=request.loss_fn_config,
+        forward_only=request.forward_only,
+        tokens=sum(estimated_tokens(datum.model_input) for datum in request.data),
+        payload_sha256=hashlib.sha256(payload).hexdigest(),
+    )
+
+
+def encoded_sample(request: types.SampleRequest) -> tuple[types.SampleRequest, bytes]:
+    """The request with a seed, and its JSON, which the journal keeps."""
+    request = with_seed(request)
+    return request, request.model_dump_json(exclude_none=True).encode()
+
+
+def with_seed(request: types.SampleRequest) -> types.SampleRequest:
+    """A sample that is lost is run again; with a seed of its own it comes out the same."""
+    if request.sampling_params.seed is not None:
+        return request
+    params = request.sampling_params.model_copy(update={"seed": secrets.randbits(62)})
+    return request.model_copy(update={"sampling_params": params})
 
 
 def wire_training_output(result: messages.TrainResult) -> types.ForwardBackwardOutput:

@@ -24,6 +24,7 @@ from lorimer.server.compression import Compression
 from lorimer.server.context import Context, context_of
 from lorimer.server.control import Control
 from lorimer.server.credentials import Credentials
+from lorimer.server.decoders import Decoders
 from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exception
 from lorimer.server.guard import Guard
 from lorimer.server.metrics import Metrics
@@ -123,6 +124,7 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         requests=SharedLimit(settings.max_concurrent_requests),
         rates=TokenBuckets(BURST_SECONDS),
         failed_lookups=TokenBuckets(GUESSES_SECONDS),
+        decoders=Decoders(settings),
     )
 
 

@@ -1,53 +1,140 @@
-"""Request bodies: read within limits, decompressed within limits, parsed into the types of the wire.
+"""Request bodies: read within limits, decompressed within limits, decoded into what the routes need.
 
-Large bodies are decompressed and parsed in a thread, so that other requests are answered meanwhile. What a body
-means is left to the routes.
+Small bodies are decoded here. Those of routes that need little are decompressed in a thread, and are small enough to be
+parsed by what was counted in them. Training data, prompts and chats that are large or hold much go to the process of a
+decoder (``decoders.py``). What a body means is left to the routes.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 import orjson
-from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 
-from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.errors import InvalidInput, TooLarge
 from lorimer.server.body_limits import BodyLimits, small_limits
 from lorimer.server.context import context_of, user_of
+from lorimer.server.decoder import Job
+from lorimer.server.decoders import BodyMemory
+from lorimer.server.decoding import AnyTask, CheckJson, DecodeTraining, NoHead, parse_json, perform, validate
 from lorimer.server.errors import Refusal
-from lorimer.types.base import MAX_ERRORS, shown_input
-from lorimer.types.compression import decompress
-from lorimer.types.json_bounds import JsonLimits, check_json, refuse_doubled_keys
+from lorimer.types.compatibility import PROTOBUF
+from lorimer.types.compression import ENCODINGS, decompress, too_large
+from lorimer.types.wire_bounds import WireLimits, check_training_request
 
-OFF_LOOP_BYTES = 256 * 1024
-"""Bodies of more than this are handled in a thread."""
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are not handled on the event loop."""
+INLINE_CONTAINERS = 1000
+INLINE_FIELDS = 500
+"""A small body that holds more lists and objects, or fields of protobuf, than this takes milliseconds to decode."""
 
 Model = TypeVar("Model")
 Result = TypeVar("Result")
+Head = TypeVar("Head")
 
 
 async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes:
     """The whole body, decompressed; ``TooLarge`` beyond the limits, before the memory is taken."""
+    context = context_of(request)
+    most = context.settings.max_decompressed_bytes if limits is None else limits.max_bytes
+    chunks, encoding = await _arrive(request)
+    size = sum(map(len, chunks))
+    setting = limits.setting if limits is not None else "max_decompressed_bytes"
+    try:
+        small = _inline_body(chunks, size, encoding, most)
+        if small is not None:
+            return small
+        body = BodyMemory(_user_id(request))
+        memory = context.decoders.memory
+        try:
+            memory.grow(body, size)
+            return await asyncio.to_thread(
+                lambda: decompress(b"".join(chunks), encoding, most, lambda more: memory.grow(body, more))
+            )
+        finally:
+            memory.release(body)
+    except TooLarge as error:
+        raise _decompressed_too_large(error, setting) from error
+
+
+async def decode_data(request: Request, task: AnyTask, head: type[Head], limits: BodyLimits) -> tuple[Head, bytes]:
+    """What a task makes of the body, here if that takes little time, else in a decoder."""
+    context = context_of(request)
+    chunks, encoding = await _arrive(request)
+    size = sum(map(len, chunks))
+    try:
+        small = _inline_body(chunks, size, encoding, limits.max_bytes)
+    except TooLarge as error:
+        raise _decompressed_too_large(error, limits.setting) from error
+    if small is not None and _is_light(task, small):
+        made, payload = perform(task, small, context.settings)
+        assert isinstance(made, head)
+        return made, payload
+    job = Job(task, size, encoding, limits.max_bytes)
+    try:
+        found, payload = await context.decoders.decode(_user_id(request), job, chunks)
+    except TooLarge as error:
+        if str(error).endswith("when decompressed"):
+            raise _decompressed_too_large(error, limits.setting) from error
+        raise
+    return (head() if head is NoHead else msgspec.msgpack.decode(found, type=head)), payload
+
+
+async def _arrive(request: Request) -> tuple[list[bytes], str]:
+    """The body as it was sent, and its encoding, one that is known."""
     settings = context_of(request).settings
-    most = settings.max_decompressed_bytes if limits is None else limits.max_bytes
     try:
         async with asyncio.timeout(settings.body_seconds):
-            body = await _receive(request)
+            chunks = await _receive(request)
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise Refusal(408, "body_timeout", detail, {"connection": "close"}) from None
-    encoding = request.headers.get("content-encoding", "")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "x-gzip", *ENCODINGS):
+        reason = f"Content-Encoding {encoding[:100]!r} is not one of {', '.join(ENCODINGS)}"
+        raise Refusal(415, "unsupported_encoding", reason)
+    return chunks, encoding
+
+
+def _inline_body(chunks: Sequence[bytes], size: int, encoding: str, most: int) -> bytes | None:
+    """The body, decompressed, if it is small; None if it is not. ``TooLarge`` if it is too large in any case."""
+    if encoding in ("", "identity") and size > most:
+        raise too_large(most)
+    if size > INLINE_BYTES:
+        return None
     try:
-        return await off_loop(len(body), lambda: decompress(body, encoding, most))
-    except TooLarge as error:
-        setting = limits.setting if limits is not None else "max_decompressed_bytes"
-        raise Refusal(413, "decompressed_too_large", f"{error} ({setting})") from error
-    except Unsupported as error:
-        raise Refusal(415, "unsupported_encoding", str(error)) from error
+        return decompress(b"".join(chunks), encoding, min(most, INLINE_BYTES))
+    except TooLarge:
+        if most <= INLINE_BYTES:
+            raise
+        return None
 
 
-async def _receive(request: Request) -> bytes:
+def _is_light(task: AnyTask, body: bytes) -> bool:
+    """Whether a small body takes little time to decode."""
+    if isinstance(task, DecodeTraining) and task.media.startswith(PROTOBUF):
+        try:
+            check_training_request(body, WireLimits(INLINE_FIELDS, INLINE_FIELDS))
+        except TooLarge:
+            return False
+        except InvalidInput:
+            return True  # refused before anything is built from it
+        return True
+    return body.count(b"[") + body.count(b"{") <= INLINE_CONTAINERS
+
+
+def _decompressed_too_large(error: TooLarge, setting: str) -> Refusal:
+    return Refusal(413, "decompressed_too_large", f"{error} ({setting})")
+
+
+def _user_id(request: Request) -> str:
+    user = getattr(request.state, "user", None)
+    return user.user_id if user is not None else ""
+
+
+async def _receive(request: Request) -> list[bytes]:
     context = context_of(request)
     limit, incoming, user_id = context.settings.max_body_bytes, context.incoming_bytes, user_of(request).user_id
     announced = request.headers.get("content-length", "0")
@@ -70,7 +157,7 @@ async def _receive(request: Request) -> bytes:
             chunks.append(chunk)
     finally:
         incoming.give_back(user_id, received)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return chunks
 
 
 def _too_large(size: str, limit: int) -> Refusal:
@@ -80,64 +167,25 @@ def _too_large(size: str, limit: int) -> Refusal:
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     """Do it here when it is small, in a thread when it would hold other requests up."""
-    return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()
+    return await asyncio.to_thread(work) if size > INLINE_BYTES else work()
 
 
 async def decode(request: Request, model: type[Model], limits: BodyLimits | None = None) -> Model:
     """The JSON body as ``model``; 400 ``invalid_json`` if it cannot be parsed, 422 with the field if it does not fit.
 
-    An absent body is an empty object. Unless ``limits`` says otherwise, it is a small one.
+    An absent body is an empty object. Without ``limits`` it is a small one.
     """
-    limits = limits or small_limits(context_of(request).settings)
-    body = await read_body(request, limits)
-    return await off_loop(len(body), lambda: validate(parse_json(body or b"{}", limits.json), model))
+    if limits is None:
+        limits = small_limits(context_of(request).settings)
+        body = await read_body(request, limits)
+        return await off_loop(len(body), lambda: validate(parse_json(body or b"{}", limits.json), model))
+    raw = await read_checked_json(request, limits)
+    return await off_loop(len(raw), lambda: validate(orjson.loads(raw), model))
 
 
-def validate(value: object, model: type[Model]) -> Model:
-    """Check a parsed body against a pydantic model, or against any type pydantic knows."""
-    try:
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            return model.model_validate(value)
-        return TypeAdapter(model).validate_python(value)
-    except ValidationError as error:
-        raise Refusal(422, "invalid_field", describe(error)) from None
-
-
-def describe(error: ValidationError) -> str:
-    """One sentence with the path of each wrong field, the first few."""
-    found = error.errors(include_url=False, include_context=False, include_input=True)
-    parts = [f"{field_path(item['loc'])}: {item['msg']}{_got(item)}" for item in found[:MAX_ERRORS]]
-    more = f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
-    return "; ".join(parts) + more
-
-
-def field_path(location: tuple[int | str, ...]) -> str:
-    """``("data", 3, "weights")`` is ``data[3].weights``."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".") or "body"
-
-
-def _got(item: Any) -> str:
-    value = item["input"]
-    if item["type"] in ("missing", "extra_forbidden") or not isinstance(value, str | int | float | bool | None):
-        return ""
-    return f", got {shown_input(value)}"
-
-
-def parse_json(body: bytes, limits: JsonLimits) -> Any:
-    """Parse strictly: no NaN, no infinity, no key twice, no more values and nesting than the limits allow."""
-    try:
-        counts = check_json(body, limits)
-        value = orjson.loads(body)
-        refuse_doubled_keys(body, value, counts)
-    except orjson.JSONDecodeError as error:
-        raise invalid_json(str(error)) from None
-    except TooLarge:
-        raise
-    except InvalidInput as error:
-        raise invalid_json(str(error)) from None
-    return value
-
-
-def invalid_json(reason: str) -> Refusal:
-    return Refusal(400, "invalid_json", f"the body is not JSON that is accepted: {reason}")
+async def read_checked_json(request: Request, limits: BodyLimits) -> bytes:
+    """A large JSON body that is known to be within its limits; an absent one is an empty object."""
+    json = limits.json
+    task = CheckJson(json.depth, json.values, json.containers, json.setting)
+    _, body = await decode_data(request, task, NoHead, limits)
+    return body

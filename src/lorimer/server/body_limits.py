@@ -11,7 +11,7 @@ _VALUES_PER_CONTAINER = 10
 _LOSS_VALUES = 2**17
 _LOSS_CONTAINERS = 2**15
 """Twice what the engine accepts as a graph, and more."""
-_CHUNKS = 10_000
+_CHUNKS = 4096
 """Lists and objects of a prompt or a chat."""
 _TARGETS = 2**24
 """Most cells of ``target_prompt_logprobs``."""
@@ -58,6 +58,10 @@ def metrics_limits(settings: Settings) -> BodyLimits:
     most = settings.max_metric_values_per_request
     json = JsonLimits(settings.max_json_depth, 6 * most + 100, 2 * most + 100, "max_metric_values_per_request")
     return _at_most(settings, max(MIB, _METRIC_BYTES * most), "max_metric_values_per_request", json)
+
+
+def training_body_limits(settings: Settings) -> BodyLimits:
+    return BodyLimits(settings.max_decompressed_bytes, "max_decompressed_bytes", training_limits(settings).json)
 
 
 def training_limits(settings: Settings) -> TrainingLimits:

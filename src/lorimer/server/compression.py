@@ -7,8 +7,8 @@ import zstandard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorimer.server.bodies import OFF_LOOP_BYTES
-
+_OFF_LOOP_BYTES = 256 * 1024
+"""Larger answers are compressed in a thread."""
 COMPRESSIBLE = ("application/json", "application/x-protobuf", "text/")
 
 
@@ -54,7 +54,7 @@ async def compress(start: Message, message: Message, encoding: str) -> Message:
     """The body compressed; the headers of ``start`` are set to match."""
     body = message["body"]
     work = zstd if encoding == "zstd" else gzipped
-    packed = await asyncio.to_thread(work, body) if len(body) > OFF_LOOP_BYTES else work(body)
+    packed = await asyncio.to_thread(work, body) if len(body) > _OFF_LOOP_BYTES else work(body)
     headers = MutableHeaders(raw=start["headers"])
     headers["content-encoding"] = encoding
     headers["content-length"] = str(len(packed))

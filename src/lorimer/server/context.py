@@ -19,6 +19,7 @@ from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
 from lorimer.server.buckets import TokenBuckets
 from lorimer.server.credentials import Credentials
+from lorimer.server.decoders import Decoders
 from lorimer.server.errors import error_response
 from lorimer.server.metrics import Metrics
 from lorimer.server.presence import Presence
@@ -52,6 +53,7 @@ class Context:
     """Requests by user, against the quota ``requests_per_second``."""
     failed_lookups: TokenBuckets
     """By user, or by address where nobody has shown a key."""
+    decoders: Decoders
     url: str = ""
     """Where the server listens; empty while it does not."""
     started_at: float = field(default_factory=time.monotonic)
@@ -111,6 +113,7 @@ class Context:
         """Take nothing new, finish what is being computed, secure every run, end the engines; once."""
         if not self.is_draining:
             self.is_draining = True
+            self.decoders.close()  # nothing that they decode would be accepted any more
             await self.scheduler.close(self.settings.shutdown_seconds)
 
 

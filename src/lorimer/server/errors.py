@@ -16,11 +16,14 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from lorimer import errors
+from lorimer.server.decoding import InvalidField, InvalidJson
 from lorimer.server.foreign_errors import foreign_fields
 
 logger = logging.getLogger(__name__)
 
 STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
+    InvalidJson: (400, "invalid_json"),
+    InvalidField: (422, "invalid_field"),
     errors.InvalidInput: (400, "invalid_input"),
     errors.Unsupported: (400, "unsupported"),
     errors.TooLarge: (413, "too_large"),

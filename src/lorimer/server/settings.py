@@ -194,6 +194,19 @@ class Settings:
         int,
         Meaning("Most bytes of request bodies that are arriving; users share them, and more are answered 429.", KIB),
     ] = 1024 * MIB
+    max_decoding_bytes: Annotated[
+        int, Meaning("Most bytes of bodies that are being decompressed and decoded; more are answered 429.", KIB)
+    ] = 1024 * MIB
+    max_decoding_bytes_per_user: Annotated[
+        int, Meaning("Most of those bytes of one user; the oldest body has room in any case.", KIB)
+    ] = 512 * MIB
+    decoder_processes: Annotated[
+        int, Meaning("Processes that decode large bodies, started when there is one; a user leaves one to others.", 1)
+    ] = 2
+    decoder_seconds: Annotated[float, Meaning("A body that takes longer to decode is given up (503).", 0.1)] = 60.0
+    decoder_memory_bytes: Annotated[
+        int, Meaning("Most memory of a decoder; a body that needs more is refused (on Linux).", 128 * MIB)
+    ] = 2048 * MIB
     turn_tokens: Annotated[
         int, Meaning("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
     ] = LIMITS.turn_tokens

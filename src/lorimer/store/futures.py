@@ -101,6 +101,7 @@ def accept(
     lane: str,
     seq_id: int | None,
     payload: bytes,
+    payload_sha256: str = "",
     tokens: int = 0,
     state: FutureState = "queued",
     error: str | None = None,
@@ -125,7 +126,7 @@ def accept(
         tokens=tokens,
         result_format=None,
         result_size=0,
-        payload_sha256=hashlib.sha256(payload).hexdigest(),
+        payload_sha256=payload_sha256 or hashlib.sha256(payload).hexdigest(),
     )
     values = row.__dict__ | {"holds_bytes": bool(payload)}
     if c.execute(_insert_once(c.dialect.name), values).rowcount == 1:

@@ -2,8 +2,8 @@
 
 Requests refuse unknown fields, numbers that are not finite, and null where a field has no such value: that is how NaN
 and infinity arrive from the official SDK, and a default in their place would train with numbers that nobody gave.
-Fields that may be absent have ``None`` as a value, which releases up to 0.16 send as null. Responses ignore what they do
-not know, so that an old client can talk to a new server.
+Fields that may be absent have ``None`` as a value, which releases up to 0.16 send as null. Responses ignore what they
+do not know, so that an old client can talk to a new server.
 """
 
 from functools import lru_cache

@@ -2,6 +2,7 @@
 
 import io
 import zlib
+from collections.abc import Callable
 
 import zstandard
 
@@ -20,19 +21,27 @@ _END = zstandard.ZstdCompressor(write_checksum=True).compress(_END_TEXT)
 otherwise this frame is swallowed as data, and ends in its checksum."""
 
 
-def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+Grow = Callable[[int], None]
+"""Told how many bytes more there are, piece by piece; whatever it raises ends the decompression."""
+
+
+def _unnoticed(num_bytes: int) -> None:
+    pass
+
+
+def decompress(body: bytes, encoding: str, max_bytes: int, grow: Grow = _unnoticed) -> bytes:
     """The body without its ``Content-Encoding``; ``TooLarge`` as soon as it exceeds ``max_bytes``."""
     match encoding.strip().lower():
         case "" | "identity":
             if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
             return body
         case "zstd":
-            return _decompress_zstd(body, max_bytes)
+            return _decompress_zstd(body, max_bytes, grow)
         case "gzip" | "x-gzip":
-            return _inflate(body, max_bytes, zlib.MAX_WBITS | 16, "gzip")
+            return _inflate(body, max_bytes, zlib.MAX_WBITS | 16, "gzip", grow)
         case "deflate":
-            return _inflate(body, max_bytes, zlib.MAX_WBITS, "deflate")
+            return _inflate(body, max_bytes, zlib.MAX_WBITS, "deflate", grow)
     raise Unsupported(f"Content-Encoding {encoding[:100]!r} is not one of {', '.join(ENCODINGS)}")
 
 
@@ -40,11 +49,11 @@ def compress_zstd(body: bytes, level: int = 1) -> bytes:
     return zstandard.ZstdCompressor(level=level).compress(body)
 
 
-def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:
+def _decompress_zstd(body: bytes, max_bytes: int, grow: Grow) -> bytes:
     try:
         declared = zstandard.get_frame_parameters(body).content_size
         if declared not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) and declared > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         parts, size = [], 0
         with decompressor.stream_reader(io.BytesIO(body + _END), read_across_frames=True) as reader:
@@ -52,7 +61,8 @@ def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > max_bytes + len(_END_TEXT):
-                    raise _too_large(max_bytes)
+                    raise too_large(max_bytes)
+                grow(len(part))
     except zstandard.ZstdError as error:
         if "too much memory" in str(error):
             raise TooLarge(f"the zstd frame needs a window of more than {MAX_WINDOW_BYTES} bytes") from None
@@ -63,7 +73,7 @@ def _decompress_zstd(body: bytes, max_bytes: int) -> bytes:
     return text[: -len(_END_TEXT)]
 
 
-def _inflate(body: bytes, max_bytes: int, window_bits: int, name: str) -> bytes:
+def _inflate(body: bytes, max_bytes: int, window_bits: int, name: str, grow: Grow) -> bytes:
     parts, size, members, position = [], 0, 0, 0
     view = memoryview(body)
     while position < len(view) or members == 0:
@@ -78,16 +88,18 @@ def _inflate(body: bytes, max_bytes: int, window_bits: int, name: str) -> bytes:
             if not inflater.unconsumed_tail:
                 position += len(feed)
             try:
-                part = inflater.decompress(feed, max_bytes - size + 1)
+                part = inflater.decompress(feed, min(max_bytes - size + 1, _READ_BYTES))
             except zlib.error:
                 raise InvalidInput(f"the body is not {name}") from None
             parts.append(part)
             size += len(part)
             if size > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
+            grow(len(part))
         position -= len(inflater.unused_data)
     return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> TooLarge:
+def too_large(max_bytes: int) -> TooLarge:
+    """The error of a body that is larger."""
     return TooLarge(f"the body is larger than {max_bytes} bytes when decompressed")

@@ -26,6 +26,7 @@ from lorimer.types.wire_bounds import WireLimits
 
 __all__ = [
     "OUTPUT_TYPE",
+    "EncodedTraining",
     "InvalidTrainingRequest",
     "TooLargeTrainingRequest",
     "TrainingLimits",
@@ -36,6 +37,7 @@ __all__ = [
     "encode_sample_response",
     "encode_training_request",
     "forward_backward_output_to_json",
+    "read_loss",
     "sample_response_to_json",
 ]
 
@@ -62,6 +64,23 @@ class TrainingLimits:
         containers = _FIELDS_PER_DATUM * self.max_datums + _OTHER_FIELDS
         values = _VALUES_PER_TOKEN * self.max_tokens + containers
         return JsonLimits(self.max_depth, values, containers, "max_datums_per_operation, max_tokens_per_operation")
+
+
+@dataclass(frozen=True)
+class EncodedTraining:
+    """A training request as it lies in the journal, and what is known of it without decoding it again."""
+
+    model_id: str
+    seq_id: int
+    payload: bytes
+    """As protobuf, written by ``encode_training_request``."""
+    loss_fn: str
+    loss_fn_config: dict[str, float | str]
+    forward_only: bool
+    tokens: int
+    """Estimated where it has images."""
+    payload_sha256: str
+    """Of the payload, by which a retry is known; computed with it, because that takes long for a large one."""
 
 
 class InvalidTrainingRequest(InvalidInput):
@@ -107,6 +126,9 @@ def decode_training_request(
 def encode_training_request(request: TrainingRequest) -> bytes:
     """The request as protobuf."""
     return request_protobuf.write(request)
+
+
+read_loss = request_protobuf.read_loss
 
 
 def _decode(

@@ -12,7 +12,7 @@ from lorimer.types.datum import Datum, PromptProvenanceSpan, ProvenanceSpans, Sa
 from lorimer.types.model_input import DmelChunk, EncodedTextChunk, ImageChunk, ModelInput, ModelInputChunk
 from lorimer.types.tensor_protobuf import parse_message, read_array, read_tensor, write_tensor
 from lorimer.types.training import TrainingRequest
-from lorimer.types.wire_bounds import WireLimits, check_training_request
+from lorimer.types.wire_bounds import WireLimits, check_training_request, loss_of
 
 
 def parse(body: bytes, limits: WireLimits | None = None) -> pb.ForwardBackwardRequest:
@@ -35,6 +35,12 @@ def read(message: pb.ForwardBackwardRequest, forward_only: bool) -> TrainingRequ
         _read_config(message),
         message.forward_only or forward_only,
     )
+
+
+def read_loss(body: bytes) -> tuple[str, dict[str, float | str]]:
+    """The loss of a request and its settings, without a look at the data."""
+    message = parse_message(pb.ForwardBackwardRequest, loss_of(body))
+    return message.loss_fn, _read_config(message)
 
 
 def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:

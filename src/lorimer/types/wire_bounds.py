@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lorimer.errors import InvalidInput, TooLarge
 
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
-_MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
+_MODEL_ID, _SEQ_ID, _DATA, _LOSS_FN, _CONFIG, _CONFIG_V2 = 1, 2, 3, 4, 5, 7
 """Fields of ``ForwardBackwardRequest``."""
 _LOSS_FN_INPUTS = 2
 """Of ``Datum``; an entry of the map has its tensor in field 2."""
@@ -66,6 +66,17 @@ def check_training_request(body: bytes, limits: WireLimits) -> Found:
         elif number == _SEQ_ID and kind == _VARINT:
             found.seq_id = _read_varint(body, start, end)[0]
     return found
+
+
+def loss_of(body: bytes) -> bytes:
+    """The fields of a request that say which loss it has; its datums are stepped over."""
+    found = Found(_limits=WireLimits(len(body), len(body)))
+    parts, end = [], 0
+    for number, kind, _, after in _fields(body, 0, len(body), found):
+        if number in (_LOSS_FN, _CONFIG, _CONFIG_V2) and kind == _BYTES:
+            parts.append(body[end:after])
+        end = after
+    return b"".join(parts)
 
 
 def _count_datum(body: bytes, start: int, end: int, found: Found) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from lorimer import types
 from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.server import data_checks
 from lorimer.server.routes import limits
 from lorimer.server.settings import Settings
 
@@ -28,7 +29,7 @@ def training(*lengths):
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 4, 4), (1, 1, 1)], ids=str)
 def test_training_within_limits_passes(lengths):
-    limits.check_training(SETTINGS, training(*lengths))
+    data_checks.check_training(SETTINGS, training(*lengths))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_training_within_limits_passes(lengths):
 )
 def test_training_beyond_limits_is_refused(lengths, words):
     with pytest.raises(TooLarge) as refused:
-        limits.check_training(SETTINGS, training(*lengths))
+        data_checks.check_training(SETTINGS, training(*lengths))
     assert all(word in str(refused.value) for word in words)
 
 
@@ -55,9 +56,9 @@ def sample(prompt=(1, 2), num_samples=1, **params):
 
 
 def test_sample_within_limits_passes():
-    limits.check_sample(SETTINGS, sample([1] * 5, 4, max_tokens=10, stop=["x" * 6, "y"]))
-    limits.check_sample(SETTINGS, sample(stop=[3, 4]))
-    limits.check_sample(SETTINGS, sample(stop=[]))
+    data_checks.check_sample(SETTINGS, sample([1] * 5, 4, max_tokens=10, stop=["x" * 6, "y"]))
+    data_checks.check_sample(SETTINGS, sample(stop=[3, 4]))
+    data_checks.check_sample(SETTINGS, sample(stop=[]))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_sample_within_limits_passes():
 )
 def test_sample_beyond_limits_is_refused(request_, words):
     with pytest.raises(TooLarge) as refused:
-        limits.check_sample(SETTINGS, request_)
+        data_checks.check_sample(SETTINGS, request_)
     assert all(word in str(refused.value) for word in words)
 
 
@@ -101,16 +102,16 @@ def test_metadata_comes_back_as_text():
     assert limits.text_metadata(None) is None
 
 
-@pytest.mark.parametrize("name", [*limits.LOSSES, "stable_reinforce", "Cross_Entropy", ""])
+@pytest.mark.parametrize("name", [*data_checks.LOSSES, "stable_reinforce", "Cross_Entropy", ""])
 def test_losses_are_those_of_the_engine(name):
     from lorimer.engine.losses import LOSSES
 
-    assert set(limits.LOSSES) == {*LOSSES, "custom"}
-    if name in limits.LOSSES:
-        limits.check_loss(name)
+    assert set(data_checks.LOSSES) == {*LOSSES, "custom"}
+    if name in data_checks.LOSSES:
+        data_checks.check_loss(name)
         return
     with pytest.raises(Unsupported if name == "stable_reinforce" else InvalidInput, match="cross_entropy"):
-        limits.check_loss(name)
+        data_checks.check_loss(name)
 
 
 def test_chunks_that_no_model_reads_are_refused_by_name():
@@ -119,7 +120,10 @@ def test_chunks_that_no_model_reads_are_refused_by_name():
     pointer = types.ImageAssetPointerChunk(location="https://example.org/a.png", format="png")
     for chunk, name in ((audio, "dmel"), (pointer, "image_asset_pointer")):
         with pytest.raises(Unsupported, match=rf"data\[0\]\.chunks\[1\] is of type '{name}'"):
-            limits.check_chunks("data[0]", types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1]), chunk]))
+            data_checks.check_chunks("data[0]", types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1]), chunk]))
     tokens = types.EncodedTextChunk.from_array(np.arange(7, dtype=np.int32))
-    assert limits.check_chunks("prompt", types.ModelInput(chunks=[tokens, types.EncodedTextChunk(tokens=[1, 2])])) == 9
-    assert limits.check_chunks("prompt", types.ModelInput(chunks=[tokens, image])) == 10
+    assert (
+        data_checks.check_chunks("prompt", types.ModelInput(chunks=[tokens, types.EncodedTextChunk(tokens=[1, 2])]))
+        == 9
+    )
+    assert data_checks.check_chunks("prompt", types.ModelInput(chunks=[tokens, image])) == 10

@@ -15,11 +15,11 @@ from lorimer import types
 from lorimer.errors import InvalidInput
 from lorimer.scheduler.streaming import DirectSample, Piece, start_sample
 from lorimer.server.context import context_of, user_of
+from lorimer.server.data_checks import check_sample
 from lorimer.server.openai.detokenizing import Detokenizer, StopText
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import Sampling
 from lorimer.server.openai.text import TextModel, text_model
-from lorimer.server.routes.limits import check_sample
 from lorimer.server.routes.ownership import find_weights, quote_id
 from lorimer.types.paths import SCHEME
 from lorimer.types.stops import StopMatcher

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
+import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from lorimer.server.bodies import describe, field_path, off_loop, parse_json, read_body
+from lorimer.server.bodies import off_loop, read_checked_json
 from lorimer.server.body_limits import chat_limits
 from lorimer.server.context import context_of
+from lorimer.server.decoding import describe, field_path
 from lorimer.server.errors import Refusal
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -66,8 +68,8 @@ class BadParameter(Refusal):
 async def read_parameters(request: Request, model: type[Body]) -> Body:
     """The body as ``model``; a parameter that is null counts as absent."""
     limits = chat_limits(context_of(request).settings)
-    data = await read_body(request, limits)
-    return await off_loop(len(data), lambda: check_parameters(parse_json(data or b"{}", limits.json), model))
+    data = await read_checked_json(request, limits)
+    return await off_loop(len(data), lambda: check_parameters(orjson.loads(data), model))
 
 
 def check_parameters(raw: object, model: type[Body]) -> Body:

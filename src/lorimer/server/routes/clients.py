@@ -1,7 +1,6 @@
 """What a client asks before and beside its work: flags, credentials, models; and the telemetry it reports."""
 
 import contextlib
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,12 +8,12 @@ from starlette.responses import Response
 from lorimer import types
 from lorimer.errors import LorimerError, NotFound
 from lorimer.scheduler.models import ServedModel
-from lorimer.server.bodies import decode, parse_json, read_body
+from lorimer.server.bodies import decode, decode_data
 from lorimer.server.body_limits import small_limits
 from lorimer.server.context import context_of, key_of, user_of
+from lorimer.server.decoding import DecodeTelemetry, TelemetryHead
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.ownership import look_up
-from lorimer.server.routes.redaction import clean_events
 from lorimer.server.routes.replies import done, reply
 from lorimer.server.signing import ORGANIZATION
 from lorimer.store import audit, sessions, telemetry
@@ -96,16 +95,10 @@ async def send_telemetry(request: Request) -> Response:
 
 async def keep_telemetry(request: Request) -> None:
     context, user = context_of(request), user_of(request)
-    limits = small_limits(context.settings)
-    body: Any = parse_json(await read_body(request, limits), limits.json)
-    events = body.get("events") if isinstance(body, dict) else None
-    if not isinstance(events, list):
-        return
-    session_id = str(body.get("session_id"))[: context.settings.max_string_chars]
-    kept = clean_events(events, context.settings.max_telemetry_events)
-    session = await look_up(request, sessions.get_session, session_id)
+    report, _ = await decode_data(request, DecodeTelemetry(), TelemetryHead, small_limits(context.settings))
+    session = await look_up(request, sessions.get_session, report.session_id)
     if session is not None and session.user_id == user.user_id:
-        await context.store.write(telemetry.add_events, session_id, user.user_id, kept)
+        await context.store.write(telemetry.add_events, report.session_id, user.user_id, report.events)
 
 
 ROUTES = [

@@ -14,9 +14,10 @@ from lorimer.errors import InvalidInput
 from lorimer.server.bodies import decode, off_loop
 from lorimer.server.body_limits import metrics_limits
 from lorimer.server.context import context_of
+from lorimer.server.data_checks import check_count
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
-from lorimer.server.routes.limits import MAX_SEQ_ID, check_count
+from lorimer.server.routes.limits import MAX_SEQ_ID
 from lorimer.server.routes.ownership import find_run, quote_id
 from lorimer.server.routes.queries import MOST_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer.errors import InvalidInput, LorimerError, QuotaExceeded
-from lorimer.server.bodies import off_loop, parse_json, read_body, validate
-from lorimer.server.body_limits import BodyLimits, small_limits
+from lorimer.server.bodies import off_loop, read_body
+from lorimer.server.body_limits import small_limits
 from lorimer.server.context import Context, context_of, user_of
+from lorimer.server.decoding import parse_json, validate
 from lorimer.server.errors import status_of
 from lorimer.server.openapi import JSON, Endpoint
 from lorimer.server.routes.limits import MAX_SEQ_ID, check_seq_id
@@ -54,9 +55,9 @@ class Submitted(Generic[Body]):
     body: Body
 
 
-async def read_json(request: Request, limits: BodyLimits | None = None) -> Any:
-    """The parsed body, a small one unless ``limits`` says otherwise; an absent body is an empty object."""
-    limits = limits or small_limits(context_of(request).settings)
+async def read_json(request: Request) -> Any:
+    """The parsed body, a small one; an absent body is an empty object."""
+    limits = small_limits(context_of(request).settings)
     data = await read_body(request, limits)
     return await off_loop(len(data), lambda: parse_json(data or b"{}", limits.json))
 

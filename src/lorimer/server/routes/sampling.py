@@ -5,12 +5,13 @@ from starlette.responses import Response
 
 from lorimer import types
 from lorimer.errors import InvalidInput
-from lorimer.server.bodies import decode
+from lorimer.server.bodies import decode, decode_data
 from lorimer.server.body_limits import sample_limits
 from lorimer.server.context import context_of, user_of
+from lorimer.server.decoding import DecodeSample, SampleHead, sample_request
 from lorimer.server.openapi import Endpoint
-from lorimer.server.routes.images import admit_sample_images
-from lorimer.server.routes.limits import check_sample, check_text
+from lorimer.server.routes.images import admit_images
+from lorimer.server.routes.limits import check_text
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import find_sampler, find_session, find_weights, quote_id
 from lorimer.server.routes.replies import promise, reply
@@ -55,15 +56,17 @@ async def join_sampling_session(request: Request) -> Response:
 async def sample(request: Request) -> Response:
     """Sample sequences, or score a prompt."""
     context = context_of(request)
-    body = await decode(request, types.SampleRequest, sample_limits(context.settings))
+    head, payload = await decode_data(request, DecodeSample(), SampleHead, sample_limits(context.settings))
+    body = sample_request(head)
     if body.base_model is not None or body.model_path is not None:
         raise InvalidInput("base_model and model_path belong to create_sampling_session, whose id is accepted here")
     if body.sampling_session_id is None:
         raise InvalidInput("sampling_session_id is missing; create_sampling_session gives one")
     sampler = await find_sampler(request, body.sampling_session_id)
-    body = await admit_sample_images(context, sampler.base_model, body)
-    check_sample(context.settings, body)
-    return promise(await context.scheduler.sample(user_of(request), sampler, body))
+    if head.problem is not None:
+        raise head.problem.error()
+    await admit_images(context, sampler.base_model, head.first_image)
+    return promise(await context.scheduler.sample(user_of(request), sampler, body, payload))
 
 
 async def get_sampler(request: Request) -> Response:

@@ -7,17 +7,17 @@ from starlette.responses import Response
 
 from lorimer import types
 from lorimer.errors import InvalidInput, NotFound
-from lorimer.server.bodies import decode, off_loop, read_body, validate
-from lorimer.server.body_limits import loss_limits, training_limits
+from lorimer.server.bodies import decode, decode_data
+from lorimer.server.body_limits import loss_limits, training_body_limits
 from lorimer.server.context import context_of, user_of
+from lorimer.server.decoding import DecodeTraining, TrainingHead, validate
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
-from lorimer.server.routes.images import admit_training_images
+from lorimer.server.routes.images import admit_images
 from lorimer.server.routes.limits import (
     check_metadata,
     check_optimizer,
     check_seq_id,
     check_text,
-    check_training,
 )
 from lorimer.server.routes.models import tokenizer_id
 from lorimer.server.routes.operations import operation, parsed_operation, read_json, submit_endpoint, uses_number
@@ -32,7 +32,9 @@ from lorimer.server.routes.ownership import (
 from lorimer.server.routes.replies import promise, reply
 from lorimer.store.runs import Run
 from lorimer.types.checkpoints import WeightsInfoRequest
-from lorimer.types.encoding import decode_training_request
+from lorimer.types.encoding import EncodedTraining
+
+MAX_MEDIA_CHARS = 200
 
 
 async def create_model(request: Request) -> Response:
@@ -84,24 +86,33 @@ async def forward_backward(request: Request) -> Response:
 
 async def train(request: Request, *, forward_only: bool) -> Response:
     context = context_of(request)
-    data = await read_body(request)
-    limits = training_limits(context.settings)
-    media = request.headers.get("content-type", JSON)
+    task = DecodeTraining(request.headers.get("content-type", JSON)[:MAX_MEDIA_CHARS], forward_only)
     try:
-        body = await off_loop(len(data), lambda: decode_training_request(data, media, forward_only, limits))
+        body, payload = await decode_data(request, task, TrainingHead, training_body_limits(context.settings))
     except InvalidInput as error:
         async with uses_number(request, getattr(error, "model_id", None), getattr(error, "seq_id", None)):
             raise
     async with uses_number(request, body.model_id, body.seq_id):
         run = await find_trainable(request, body.model_id)
         check_seq_id(body.seq_id)
-        body = await admit_training_images(context, run.base_model, body)
-        check_training(context.settings, body)
+        if body.problem is not None:
+            raise body.problem.error()
+        await admit_images(context, run.base_model, body.first_image)
         check_loss_id(run, body)
-        return promise(await context.scheduler.train(user_of(request), run, body))
+        encoded = EncodedTraining(
+            model_id=body.model_id,
+            seq_id=body.seq_id,
+            payload=payload,
+            loss_fn=body.loss_fn,
+            loss_fn_config=body.loss_fn_config,
+            forward_only=body.forward_only,
+            tokens=body.tokens,
+            payload_sha256=body.payload_sha256,
+        )
+        return promise(await context.scheduler.train(user_of(request), run, encoded))
 
 
-def check_loss_id(run: Run, body: types.TrainingRequest) -> None:
+def check_loss_id(run: Run, body: TrainingHead) -> None:
     """An uploaded loss can be used by the runs of its own session."""
     loss_id = body.loss_fn_config.get("loss_id")
     if body.loss_fn == "custom" and not str(loss_id).startswith(f"{run.session_id}:"):

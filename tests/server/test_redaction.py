@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from lorimer.server.routes.redaction import MAX_EVENT_BYTES, REDACTED, clean_events, redact
+from lorimer.server.redaction import MAX_EVENT_BYTES, REDACTED, clean_events, redact
 
 KEY = "tml-Abc123Def456Ghi789"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJl"

@@ -1,0 +1,115 @@
+"""How much training data or a prompt may hold: counts and lengths against the settings, images, and the losses we have.
+
+A limit is answered with both numbers. Everything that needs the model, such as the range of tokens or the length of its
+context, is checked behind the scheduler; whether it reads images, in ``routes/images.py``. A decoder's process imports
+this, so it imports little.
+"""
+
+from collections.abc import Iterable
+
+from lorimer.errors import InvalidInput, TooLarge, Unsupported
+from lorimer.scheduler.translate import estimated_tokens
+from lorimer.server.settings import Settings
+from lorimer.types import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, SampleRequest
+from lorimer.types.model_input import embedded_image
+from lorimer.types.training import TrainingRequest
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
+_SHOWN_CHARS = 200
+
+
+def check_count(what: str, number: int, most: int, setting: str) -> None:
+    if number > most:
+        raise TooLarge(f"{what} is {number}; at most {most} is accepted ({setting})")
+
+
+def check_chunks(where: str, model_input: ModelInput) -> int:
+    """The number of tokens, estimated for images; audio is refused, for no served model hears, and so are pointers.
+
+    Which model reads images is asked in ``images.py``, which turns pointers into what they hold.
+    """
+    for index, chunk in enumerate(model_input.chunks):
+        if not isinstance(chunk, EncodedTextChunk | ImageChunk):
+            raise Unsupported(
+                f"{where}.chunks[{index}] is of type {chunk.type!r}, which no model of this server reads; "
+                "accepted are 'encoded_text' and, of models that read images, 'image'"
+            )
+    return estimated_tokens(model_input)
+
+
+def check_training(settings: Settings, request: TrainingRequest) -> None:
+    """Refuse a loss that we do not have, or more data than one operation may bring.
+
+    Provenance spans only say where tokens come from. No loss that we have reads them, so they are accepted and unused;
+    the one that does, `stable_reinforce`, is refused.
+    """
+    check_loss(request.loss_fn)
+    if not request.data:
+        raise InvalidInput("data is empty; at least one datum is accepted")
+    check_count(
+        "the number of datums", len(request.data), settings.max_datums_per_operation, "max_datums_per_operation"
+    )
+    total = 0
+    for index, datum in enumerate(request.data):
+        tokens = check_chunks(f"data[{index}].model_input", datum.model_input)
+        what = f"the number of tokens of data[{index}]"
+        check_count(what, tokens, settings.max_tokens_per_datum, "max_tokens_per_datum")
+        total += tokens
+    check_count("the number of tokens", total, settings.max_tokens_per_operation, "max_tokens_per_operation")
+
+
+def check_loss(loss_fn: str) -> None:
+    accepted = ", ".join(LOSSES)
+    if loss_fn == "stable_reinforce":
+        raise Unsupported(
+            "loss_fn 'stable_reinforce' is not available: its formula is not published and it needs data recorded "
+            f"while sampling; accepted are {accepted}"
+        )
+    if loss_fn not in LOSSES:
+        raise InvalidInput(f"loss_fn {loss_fn[:_SHOWN_CHARS]!r} is not known; accepted are {accepted}")
+
+
+def check_sample(settings: Settings, request: SampleRequest) -> None:
+    """Refuse a sample that is larger than the settings allow, or asks for what we do not have."""
+    tokens = check_chunks("prompt", request.prompt)
+    check_count("the number of tokens of the prompt", tokens, settings.max_tokens_per_datum, "max_tokens_per_datum")
+    check_count("num_samples", request.num_samples, settings.max_samples_per_request, "max_samples_per_request")
+    if request.num_samples < 1:
+        raise InvalidInput(f"num_samples is {request.num_samples!r}; at least 1 is accepted")
+    params = request.sampling_params
+    check_count("max_tokens", params.max_tokens or 0, settings.max_sample_tokens, "max_sample_tokens")
+    if request.record_stability_info:
+        raise Unsupported(
+            "record_stability_info is not available: it serves the loss 'stable_reinforce', "
+            "whose formula is not published"
+        )
+    check_stops(settings, params.stop)
+
+
+def check_stops(settings: Settings, stop: str | Iterable[str | int] | None) -> None:
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    check_count("the number of stop sequences", len(stops), settings.max_stop_sequences, "max_stop_sequences")
+    longest = max((len(item) for item in stops if isinstance(item, str)), default=0)
+    check_count("the length of a stop sequence", longest, settings.max_stop_chars, "max_stop_chars")
+
+
+def has_images(model_input: ModelInput) -> bool:
+    return any(isinstance(chunk, ImageChunk | ImageAssetPointerChunk) for chunk in model_input.chunks)
+
+
+def with_bytes(settings: Settings, where: str, model_input: ModelInput) -> ModelInput:
+    """The input with its pointers resolved and its images within the limits."""
+    chunks = []
+    num_images = 0
+    for index, chunk in enumerate(model_input.chunks):
+        name = f"{where}.chunks[{index}]"
+        if isinstance(chunk, ImageAssetPointerChunk):
+            chunk = embedded_image(chunk, name)
+        if isinstance(chunk, ImageChunk):
+            num_images += 1
+            what = f"the size of {name} in bytes"
+            check_count(what, len(chunk.data), settings.max_image_bytes, "max_image_bytes")
+        chunks.append(chunk)
+    what = f"the number of images of {where}"
+    check_count(what, num_images, settings.max_images_per_datum, "max_images_per_datum")
+    return ModelInput.model_construct(chunks=chunks)
