@@ -11,7 +11,10 @@ from lorimer.server.decoding import InvalidField, InvalidJson
 from lorimer.server.errors import STATUS, Refusal, answer_error, error_response, printable, status_of
 from lorimer.store.directory import DiskFull
 
-KINDS = [*(item for item in vars(errors).values() if inspect.isclass(item)), InvalidField, InvalidJson]
+CLIENTS_OWN = {errors.NoServer}
+"""Raised on the user's machine, and never answered by a server."""
+TREE = {item for item in vars(errors).values() if inspect.isclass(item)} - CLIENTS_OWN
+KINDS = [*sorted(TREE, key=lambda kind: kind.__name__), InvalidField, InvalidJson]
 SCOPE = {"type": "http", "path": "/api/v1/x", "state": {"request_id": "r1"}, "headers": []}
 
 

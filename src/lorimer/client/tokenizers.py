@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from lorimer.client.connection import Connection
 from lorimer.client.errors import NotFoundError
+from lorimer.errors import NotFound
 from lorimer.types.base import Response
 from lorimer.types.extras import load
 
@@ -35,8 +36,15 @@ def load_tokenizer(connection: Connection, model_name: str, tokenizer_id: str | 
         return _load(tokenizer_id)
     try:
         directory = connection.run(_fetch(connection, model_name)).result()
-    except NotFoundError:  # a server that does not hand them out
-        return _load(tokenizer_id.partition(":")[0] if tokenizer_id else _hub_id(model_name))
+    except NotFoundError as missing:  # the server does not hand tokenizers out, or does not serve the model
+        source = tokenizer_id.partition(":")[0] if tokenizer_id else _hub_id(model_name)
+        try:
+            return _load(source)
+        except OSError as error:
+            text = (
+                f"no tokenizer of {model_name!r}: the server answers {str(missing)!r}, and {source!r} cannot be loaded"
+            )
+            raise NotFound(text) from error
     return _load(str(directory))
 
 
