@@ -31,16 +31,18 @@ class HttpError(RuntimeError):
 
 
 class HttpPool:
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, key: str = "") -> None:
         self._host, self._port = host, port
+        self._key = f"x-api-key: {key}\r\n" if key else ""
         self._idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
         self._opening = asyncio.Semaphore(MOST_OPENING)
 
-    async def post(self, path: str, body: bytes, media: str = JSON) -> Answer:
+    async def post(self, path: str, body: bytes, media: str = JSON, encoding: str = "identity") -> Answer:
         """One request; 408, which ends a poll, is an answer like 200, anything else an ``HttpError``."""
         answer = await self._ask(
             f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: {media}\r\n"
-            f"accept: {PROTOBUF}, {JSON}\r\ncontent-length: {len(body)}\r\n\r\n",
+            f"content-encoding: {encoding}\r\n{self._key}accept: {PROTOBUF}, {JSON}\r\n"
+            f"content-length: {len(body)}\r\n\r\n",
             body,
         )
         if answer.status not in (200, 408):

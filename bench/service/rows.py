@@ -1,4 +1,4 @@
-"""What is measured: seven loads, each against a server of its own.
+"""What is measured: eight loads, each against a server of its own.
 
 Every load counts what it got back: a request that was accepted and not answered, or answered wrongly, is lost.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.service.client import ENGINE_DATUM, RANK, SEED, Run, Sampler, Session, wait
 from bench.service.figures import Figure, median, percentile, spread
+from bench.service.hostile import hostile
 from bench.service.http import HttpPool
 from bench.service.pollers import pollers
 from bench.service.sdk import sdk
@@ -342,6 +343,7 @@ ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "samples": samples,
     "clients": clients,
     "waiting": waiting,
+    "hostile": hostile,
     "growth": growth,
     "sdk": sdk,
     "sweep": sweep,
