@@ -20,7 +20,8 @@ serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="
 
 test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
 	@sh tools/browser.sh
-	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --no-loadscope-reorder \
+		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 test-slow: $(INSTALLED) ## Run the tests that are slow or download something
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -1,8 +1,11 @@
 """Settings that must stand before torch is loaded, the same numbers on every machine and nothing asked of the hub;
-and which tests stay together when several workers run them."""
+which tests stay together when several workers run them; and the end of processes that a crashed worker leaves."""
 
+import ctypes
 import os
+import sys
 
+import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
@@ -33,6 +36,21 @@ class Together(LoadScopeScheduling):
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Together:
     return Together(config, log)
+
+
+@pytest.hookimpl
+def pytest_configure(config: pytest.Config) -> None:
+    """Become the parent of processes that a crashed worker leaves: they would run on, and hold our output open."""
+    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+        set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+@pytest.hookimpl
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,9 +1,6 @@
 """The token budget: how it follows memory, and that its estimate is what real passes take."""
 
-import ctypes
-import gc
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from lorimer.engine.messages import Datum, ForwardBackward
 from lorimer.engine.training import Trainer, Work
 from lorimer.engine.validation import check_operation
 from tests.engine.reference import make_adapter, open_pair
+from tests.memory import resident_peak
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 8192}
 
@@ -73,27 +71,6 @@ def test_estimate_is_what_a_longer_pass_keeps(model):
 # ── peak memory of the whole process ──────────────────────────────────────────────────────────────────
 
 
-def status_bytes(name):
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
-
-
-def peak_bytes(work):
-    """By how much the memory of this process rose, at its highest, while ``work`` ran."""
-    libc, mmap_threshold = ctypes.CDLL("libc.so.6"), -3
-    # Every tensor in pages of its own, which go back when it is freed; what malloc keeps for later would blur the peak.
-    libc.mallopt(mmap_threshold, 1 << 16)
-    try:
-        gc.collect()
-        libc.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status_bytes("VmRSS")
-        work()
-        return status_bytes("VmHWM") - before
-    finally:
-        libc.mallopt(mmap_threshold, 32 << 20)
-
-
 def run(model, lengths, budget):
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, model.vocab_size, n) for n in lengths]
@@ -115,13 +92,17 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="peak memory can
 @pytest.mark.parametrize("lengths", [[1024], [128] * 8], ids=["one", "eight"])
 def test_peak_of_a_pass_is_near_the_estimate(model, lengths):
     run(model, [64], 8192)
-    peak = peak_bytes(lambda: run(model, lengths, 8192))
-    assert 0.5 < peak / (sum(lengths) * activation_bytes_per_token(model)) < 1
+    with resident_peak() as peak:
+        run(model, lengths, 8192)
+    assert 0.5 < peak.num_bytes / (sum(lengths) * activation_bytes_per_token(model)) < 1
 
 
 @linux_only
 def test_a_sequence_longer_than_the_budget_takes_less_than_its_share():
     deep, _ = open_pair("qwen3", **WIDE, num_hidden_layers=8)
     run(deep, [64], 8192)
-    whole, recomputed = (peak_bytes(lambda budget=budget: run(deep, [1024], budget)) for budget in (8192, 256))
-    assert recomputed < 0.5 * whole
+    with resident_peak() as whole:
+        run(deep, [1024], 8192)
+    with resident_peak() as recomputed:
+        run(deep, [1024], 256)
+    assert recomputed.num_bytes < 0.5 * whole.num_bytes

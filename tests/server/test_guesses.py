@@ -6,7 +6,8 @@ import pytest
 from lorimer.server.settings import Settings
 
 SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
-RATE = Settings().failed_lookups_per_second
+RATE = 0.5
+"""Failed lookups each second: so few that a slow machine is slowed down as well."""
 BURST = round(20 * RATE)
 LOOKUPS = {
     "session": ("GET", "/api/v1/sessions/{}", None),
@@ -27,27 +28,27 @@ async def ask(http: httpx2.AsyncClient, secret: str, lookup: str, name: str) -> 
 
 
 async def test_guessed_ids_of_all_kinds_are_slowed_down_and_valid_ones_are_not(start):
-    async with start() as running:
+    async with start(failed_lookups_per_second=RATE) as running:
         (_, eve), (_, ada) = await running.new_key("eve"), await running.new_key("ada")
         created = await running.http.post("/api/v1/create_session", json=SESSION, headers={"x-api-key": eve})
         own = created.json()["session_id"]
         kinds = list(LOOKUPS)
-        answers = [await ask(running.http, eve, kinds[n % len(kinds)], f"{n:032x}") for n in range(1500)]
+        answers = [await ask(running.http, eve, kinds[n % len(kinds)], f"{n:032x}") for n in range(200)]
         statuses = [answer.status_code for answer in answers]
         assert set(statuses[: BURST - 1]) == {404, 410}
         refused = [answer for answer in answers if answer.status_code == 429]
-        assert len(refused) > 500
+        assert len(refused) > 100
         assert refused[0].json()["code"] == "too_many_failures"
         assert "failed_lookups_per_second" in refused[0].json()["detail"]
         assert int(refused[0].headers["retry-after"]) >= 1
-        for kind in LOOKUPS:
-            assert (await ask(running.http, eve, kind, "f" * 32)).status_code == 429, kind
+        for kind in LOOKUPS:  # the first may have become due just now
+            assert 429 in [(await ask(running.http, eve, kind, "f" * 32)).status_code for _ in range(2)], kind
         assert {(await ask(running.http, eve, "session", own)).status_code for _ in range(50)} == {200}
         assert (await ask(running.http, ada, "session", "f" * 32)).status_code == 404, "nobody else is slowed down"
 
 
 async def test_wrong_keys_are_slowed_down_by_address_and_right_ones_are_not(start):
-    async with start() as running:
+    async with start(failed_lookups_per_second=RATE) as running:
         _, secret = await running.new_key()
 
         def client(address: str) -> httpx2.AsyncClient:
@@ -66,7 +67,7 @@ async def test_wrong_keys_are_slowed_down_by_address_and_right_ones_are_not(star
 
 
 async def test_forged_addresses_of_downloads_are_slowed_down(start):
-    async with start() as running:
+    async with start(failed_lookups_per_second=RATE) as running:
         await running.new_key()
         path = "/api/v1/downloads/traces/{}.json?expires=99999999999&signature=x"
         statuses = [(await running.http.get(path.format(number))).status_code for number in range(2 * BURST + 100)]
@@ -82,7 +83,7 @@ async def test_a_limit_of_none(start):
 
 
 async def test_a_result_of_ones_own_that_has_expired_is_no_guess(start):
-    async with start() as running:
+    async with start(failed_lookups_per_second=RATE) as running:
         _, secret = await running.new_key()
         finished = (
             await running.http.post("/api/v1/create_session", json=SESSION, headers={"x-api-key": secret})

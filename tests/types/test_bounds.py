@@ -1,7 +1,6 @@
 """What a body holds is counted before anything is built from it."""
 
 import json
-import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -23,6 +22,7 @@ from lorimer.types.encoding import (
 from lorimer.types.json_bounds import JsonLimits, check_json, count_keys, count_outside_strings, refuse_doubled_keys
 from lorimer.types.metrics import ReportMetricsRequest
 from lorimer.types.wire_bounds import WireLimits, check_training_request
+from tests.memory import python_peak
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 LIMITS = TrainingLimits(max_datums=4096, max_tokens=4_194_304, max_depth=64)
@@ -32,13 +32,12 @@ SMALL = JsonLimits(depth=64, values=50_000, containers=5000)
 
 def peak_bytes(call) -> int:
     """Most memory of Python that the call, which is refused, had at any time."""
-    tracemalloc.start()
-    try:
+
+    def refused() -> None:
         with pytest.raises(InvalidInput):
             call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+
+    return python_peak(refused)
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────

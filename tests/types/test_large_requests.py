@@ -1,27 +1,16 @@
 """Large training requests become bytes array by array: no Python object is made for each token."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from lorimer.types import Datum, ModelInput, Tokens, TrainingRequest
 from lorimer.types.encoding import decode_training_request, encode_training_request
 from lorimer.types.model_input import EncodedTextChunk
+from tests.memory import python_peak
 
 NUM_TOKENS = 350_000
 IDS = np.arange(NUM_TOKENS + 1) % 30_000 + 1000
 """Small integers exist already in Python; these do not."""
-
-
-def peak_bytes(run) -> tuple[int, object]:
-    """The most memory of Python that the call had at any time, and its result."""
-    tracemalloc.start()
-    try:
-        result = run()
-        return tracemalloc.get_traced_memory()[1], result
-    finally:
-        tracemalloc.stop()
 
 
 def request_of(model_input: ModelInput, targets: object) -> TrainingRequest:
@@ -33,19 +22,19 @@ def request_of(model_input: ModelInput, targets: object) -> TrainingRequest:
 def test_body_of_five_megabytes_is_made_of_arrays(form):
     inputs, targets = (IDS[:-1], IDS[1:]) if form == "arrays" else (IDS[:-1].tolist(), IDS[1:].tolist())
     request = request_of(ModelInput.from_ints(inputs), targets)
-    peak, body = peak_bytes(lambda: encode_training_request(request))
+    body = encode_training_request(request)
     assert len(body) > 5_000_000
     # Integers of Python and a list of them would take 36 bytes for each token, twice the body and more.
-    assert peak < 2 * len(body)
+    assert python_peak(lambda: encode_training_request(request)) < 2 * len(body)
     read = decode_training_request(body, "application/x-protobuf", False).data[0]
     np.testing.assert_array_equal(read.model_input.to_array(), IDS[:-1])
     np.testing.assert_array_equal(read.loss_fn_inputs["target_tokens"].to_numpy(), IDS[1:])
 
 
 def test_inputs_from_an_array_hold_an_array():
-    peak, model_input = peak_bytes(lambda: ModelInput.from_ints(IDS[:-1]))
+    model_input = ModelInput.from_ints(IDS[:-1])
     assert isinstance(model_input.chunks[0].tokens, Tokens)
-    assert peak < 2 * 4 * NUM_TOKENS
+    assert python_peak(lambda: ModelInput.from_ints(IDS[:-1])) < 2 * 4 * NUM_TOKENS
 
 
 class Unreadable(Tokens):
