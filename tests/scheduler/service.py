@@ -9,10 +9,9 @@ from pathlib import Path
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
-from lorimer.scheduler.intake import Accepted
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.operation import Outcome
-from lorimer.scheduler.scheduler import Scheduler
+from lorimer.scheduler.runs import Outcome
+from lorimer.scheduler.scheduler import Accepted, Scheduler
 from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
@@ -48,43 +47,36 @@ class Service:
 
     async def die(self) -> None:
         """As when the API process is killed: nothing is finished, and the engine is gone with it."""
-        self.scheduler.recorder.close()
-        processes = []
-        for model in self.scheduler.models.values():
-            model.training._is_closing = model.sampling._is_closing = True
-            slot = model.slot
-            slot.state = "closed"
-            for timer in (slot._restart, slot._watch):
-                if timer is not None:
-                    timer.cancel()
-            if slot._process is not None:
-                slot._process.kill()
-                processes.append(slot._process)
-        for task in asyncio.all_tasks():
-            if task is not asyncio.current_task():
-                task.cancel()
-        for process in processes:
-            await asyncio.to_thread(process.close)
+        for driver in self.scheduler.models.values():
+            driver._task.cancel()
+            await asyncio.wait([driver._task])
+            if driver.slot.pid is not None:
+                os.kill(driver.slot.pid, signal.SIGKILL)
+            await driver.end()
         self.store.close()
 
     @property
+    def driver(self):
+        return self.scheduler.models[MODEL]
+
+    @property
     def slot(self):
-        return self.scheduler.models[MODEL].slot
+        return self.driver.slot
 
     @property
-    def training(self):
-        return self.scheduler.models[MODEL].training
+    def core(self):
+        return self.driver.core
 
     @property
-    def sampling(self):
-        return self.scheduler.models[MODEL].sampling
+    def runs(self):
+        return self.core.runs
 
     def kill_engine(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.slot.pid, signal.SIGKILL)
 
     async def ready(self) -> None:
-        await self.scheduler.models[MODEL].ready()
+        await self.driver.ready()
 
     async def session(self, name: str = "ada") -> tuple[User, Session]:
         user = await self.store.write(users.ensure_user, name)
@@ -100,11 +92,9 @@ class Service:
         return await self.run(accepted.model_id)
 
     async def park(self, user: User, run: Run) -> Run:
-        """Have a run leave the engine, which ends with a snapshot; gives its row."""
-        await self.scheduler.unload(user, run)
-        while (state := self.training.runs.get(run.model_id)) is not None and (state.phase == "loaded" or state.saving):
-            if state.saving is None:
-                self.training.unload(state)
+        """Have a run leave the engine, which ends with a snapshot; return its row."""
+        while (state := self.runs.get(run.model_id)) is not None and (state.phase == "loaded" or state.saving):
+            await self.scheduler.unload(user, run)
             await asyncio.sleep(0.005)
         return await self.run(run.model_id)
 

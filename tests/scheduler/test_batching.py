@@ -1,11 +1,9 @@
 """The next turn, case by case: ``run:user kinds with tokens``, what was served before, and who gets the turn."""
 
-import asyncio
-
 import pytest
 
 from lorimer.scheduler.batching import Queue, next_turn
-from lorimer.scheduler.operation import Operation
+from lorimer.scheduler.runs import Operation
 
 
 def queue(text: str) -> Queue:
@@ -23,15 +21,11 @@ def queue(text: str) -> Queue:
             kind="forward_backward" if kind[0] == "f" else "optim_step",
             tokens=int(kind[1:] or 0),
             received=number,
-            outcome=asyncio.Future(loop=_LOOP),
         )
         for number, kind in enumerate(kinds, 1)
     ]
     return Queue(user, operations)
 
-
-_LOOP = asyncio.new_event_loop()
-_LOOP.close()
 
 CASES = {
     "nothing waits": ([], {}, "", ""),

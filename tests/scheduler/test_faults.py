@@ -45,7 +45,7 @@ async def test_an_engine_that_is_killed_changes_nothing(s):
     accepted |= {seq_id: await submit(s, user, run, seq_id) for seq_id in range(8, 3 * STEPS + 1)}
     ephemeral = await s.scheduler.save_ephemeral(user, run, 3 * STEPS + 1, 9)
     named = await s.scheduler.save_weights(user, run, 3 * STEPS + 2, kind="training", name="end")
-    state = s.training.runs[run.model_id]
+    state = s.runs[run.model_id]
     await until(lambda: state.saving is not None or not state.operations)
     s.kill_engine()
     await s.done(ephemeral)
@@ -77,11 +77,10 @@ async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypa
     good, bad = await s.create(user, session, 0), await s.create(user, session, 1)
     train, deaths = s.slot.train, s.slot.num_deaths
 
-    def deadly(batch):
-        answers = train(batch)
+    def deadly(batch, to):
+        train(batch, to)
         if any(len(decode_operation(op).data[0].tokens) == 13 for op in batch.operations):
             s.kill_engine()
-        return answers
 
     monkeypatch.setattr(s.slot, "train", deadly)
     poison = await s.train(user, bad, 1, tokens=13)
@@ -161,14 +160,14 @@ async def test_an_engine_that_hangs_is_replaced(s):
 async def test_a_full_disk_only_delays(s, monkeypatch):
     user, session = await s.session()
     run = await s.create(user, session)
-    write, is_full = s.store.write, False
+    submit, is_full = s.store.submit, False
 
-    async def failing(function, *args, **kwargs):
+    def failing(function):
         if is_full:
             raise StorageError("the disk is full")
-        return await write(function, *args, **kwargs)
+        return submit(function)
 
-    monkeypatch.setattr(s.store, "write", failing)
+    monkeypatch.setattr(s.store, "submit", failing)
     first = await s.train(user, run, 1)
     is_full = True
     with pytest.raises(StorageError, match="disk is full"):

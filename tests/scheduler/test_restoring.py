@@ -15,16 +15,15 @@ def kill_at(crowded, monkeypatch):
     """Has the engine killed as soon as it was sent such a command about a run, so many times."""
 
     def arm(kind, model_id, times=1):
-        left, send = [True] * times, crowded.slot.submit
+        left, send = [True] * times, crowded.slot.send
 
-        def submit_and_kill(command):
-            answer = send(command)
+        def send_and_kill(command, to):
+            send(command, to)
             if left and isinstance(command, kind) and command.model_id == model_id:
                 left.pop()
                 crowded.kill_engine()
-            return answer
 
-        monkeypatch.setattr(crowded.slot, "submit", submit_and_kill)
+        monkeypatch.setattr(crowded.slot, "send", send_and_kill)
 
     return arm
 
@@ -55,5 +54,5 @@ async def test_what_ends_every_engine_that_loads_it_is_given_up_alone(crowded, k
     kill_at(messages.LoadState, bad.model_id, times=10)
     outcome = await crowded.outcome(await submit(crowded, user, bad, 2))
     assert (outcome.state, outcome.category) == ("failed", "user")
-    assert f"the engine ended 2 times while it restored run {bad.model_id}" in outcome.error
+    assert f"the engine ended 2 times while it restored {bad.model_id}" in outcome.error
     await crowded.done(await submit(crowded, user, good, 1))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorimer.scheduler.shares import SharedLimit, Shares
+from lorimer.scheduler.shares import FairShare, SharedLimit
 
 TOTAL = 1000
 
@@ -32,34 +32,41 @@ def test_small_requests_of_few_users_leave_an_equal_share_for_the_next():
     assert limit.has_room("d")
 
 
-def test_the_least_served_user_is_next():
-    shares = Shares()
+def test_the_user_served_least_comes_first():
+    fair = FairShare()
     for user in ("ada", "bob"):
-        shares.enter(user)
-    shares.charge("ada", 10)
-    assert shares.least_served(["ada", "bob"]) == "bob"
-    shares.charge("bob", 20)
-    assert shares.least_served(["ada", "bob"]) == "ada"
+        fair.enter(user)
+        fair.offer(user)
+    fair.charge("ada", 10)
+    assert fair.least_served(["ada", "bob"]) == "bob"
+    fair.charge("bob", 20)
+    assert fair.least_served(["ada", "bob"]) == "ada"
+    assert fair.least_served(["bob"]) == "bob"
 
 
-def test_nobody_saves_up_turns_by_staying_away():
-    shares = Shares()
-    shares.enter("ada")
-    shares.charge("ada", 1000)
-    shares.enter("bob")
-    assert shares.served("bob") == 1000
-    shares.leave("bob")
-    shares.charge("ada", 500)
-    shares.enter("bob")
-    assert shares.served("bob") == 1500
+def test_who_comes_after_a_pause_starts_level():
+    fair = FairShare()
+    fair.enter("ada")
+    fair.offer("ada")
+    for _ in range(10):
+        assert fair.least_served(["ada"]) == "ada"
+        fair.charge("ada", 100)
+    fair.enter("bob")
+    fair.offer("bob")
+    assert fair.served("bob") == 900  # what ada had when she was served last
+    fair.leave("bob")
+    fair.enter("bob")
+    assert fair.served("bob") == 900  # leaving and coming back gains nothing
 
 
-def test_nobody_is_punished_for_having_been_alone():
-    shares = Shares()
-    shares.enter("ada")
-    shares.charge("ada", 1000)
-    shares.leave("ada")
-    shares.enter("bob")
-    shares.enter("ada")
-    assert shares.served("ada") == shares.served("bob")
-    assert shares.num_open == {"ada": 1, "bob": 1}
+def test_accounts_of_users_who_left_take_no_room():
+    fair = FairShare()
+    for number in range(1000):
+        user = f"user {number}"
+        fair.enter(user)
+        fair.offer(user)
+        assert fair.least_served([user]) == user
+        fair.charge(user, 10)
+        fair.charge(user, -10)
+        fair.leave(user)
+    assert len(fair._served) < 10 and len(fair._heap) < 100

@@ -11,7 +11,7 @@ from lorimer.engine.messages import SampleProgress
 from lorimer.errors import Cancelled, EngineError, InvalidInput
 from lorimer.scheduler.streaming import merge, start_sample
 from lorimer.store import futures, usage
-from tests.scheduler.service import MODEL, Service, sample_request
+from tests.scheduler.service import Service, sample_request
 from tests.scheduler.service import service as open_service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,8 +24,7 @@ async def service(tmp_path_factory) -> AsyncIterator[Service]:
 
 
 def start(service, user_id, stream=True, grammar="", **fields):
-    model = service.scheduler.models[MODEL]
-    return start_sample(model, user_id, None, sample_request(0, **fields), stream=stream, grammar=grammar)
+    return start_sample(service.driver, user_id, None, sample_request(0, **fields), stream=stream, grammar=grammar)
 
 
 async def used(service, user_id):
@@ -69,11 +68,11 @@ async def test_pieces_make_the_answer_and_nothing_is_on_record(service):
     assert tokens == {i: sequence.tokens for i, sequence in enumerate(response.sequences)}
     assert reasons == {0: "length", 1: "length", 2: "length"}
     assert await service.store.read(futures.get, sample.request_id) is None
-    assert sample.request_id not in service.scheduler.open
-    assert not service.sampling.listeners
+    assert sample.request_id not in service.scheduler.results.open
+    assert not service.driver.streams
     again = start(service, user.user_id, stream=False, max_tokens=12, num_samples=3, seed=1)
     assert [s.tokens for s in (await again.answer).sequences] == [s.tokens for s in response.sequences]
-    await until(lambda: not service.sampling.num_running)
+    await until(lambda: not service.core.sampling.num_running)
     totals = await used_at_least(service, user.user_id, 72)
     assert totals["sampling_sample"] == 72
     assert totals["sampling_prefill"] + totals.get("sampling_prefill_cached", 0) == 6
@@ -93,7 +92,7 @@ async def test_leaving_ends_the_sample_and_what_was_drawn_is_on_account(service)
     async for _ in sample.pieces():
         break
     sample.close()
-    await until(lambda: not service.sampling.num_running)
+    await until(lambda: not service.core.sampling.num_running)
     with pytest.raises(Cancelled):
         sample.answer.result()
     totals = await used_at_least(service, user.user_id, 1)
@@ -103,10 +102,10 @@ async def test_leaving_ends_the_sample_and_what_was_drawn_is_on_account(service)
 async def test_whoever_stops_awaiting_the_answer_leaves(service):
     user, _ = await service.session("impatient")
     sample = start(service, user.user_id, stream=False, max_tokens=480, num_samples=8)
-    await until(lambda: service.sampling.num_running)
+    await until(lambda: service.core.sampling.num_running)
     sample.answer.cancel()
     sample.close()
-    await until(lambda: not service.sampling.num_running)
+    await until(lambda: not service.core.sampling.num_running)
     assert await used(service, user.user_id) == {}
 
 
@@ -117,7 +116,7 @@ async def test_one_that_waits_can_be_given_up(service):
     sample.close()
     with pytest.raises(Cancelled):
         await sample.answer
-    assert service.sampling.num_waiting == 0
+    assert service.core.sampling.num_waiting == 0
 
 
 async def test_the_death_of_the_engine_ends_what_was_handed_out_and_repeats_the_rest(service):
@@ -125,14 +124,14 @@ async def test_the_death_of_the_engine_ends_what_was_handed_out_and_repeats_the_
     user, _ = await service.session("unlucky")
     streamed = start(service, user.user_id, max_tokens=480, num_samples=16)
     whole = start(service, user.user_id, stream=False, max_tokens=480, num_samples=16, seed=4)
-    await until(lambda: streamed.num_heard)
+    await until(lambda: streamed.sample.num_streamed)
     service.kill_engine()
     with pytest.raises(EngineError, match="the engine ended while it computed this"):
         async for _ in streamed.pieces():
             pass
     response = await whole.answer
     assert len(response.sequences) == 16
-    assert service.scheduler.models[MODEL].training._isolation.is_on is False
+    assert service.core.is_isolating is False
 
 
 async def test_a_wrong_grammar_fails_the_sample(service):

@@ -91,6 +91,11 @@ class EngineProcess:
     def is_alive(self) -> bool:
         return self._death is None
 
+    @property
+    def num_pending(self) -> int:
+        """Commands that are not answered."""
+        return len(self._pending)
+
     def submit(self, command: Command) -> "Future[Result]":
         """Send a command that has a ``request_id``; its future fails with an error of ``lorimer.errors``."""
         if isinstance(command, TrainBatch | Cancel | Shutdown):

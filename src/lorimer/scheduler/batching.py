@@ -1,4 +1,4 @@
-"""Which operations an engine gets next. A pure function of what waits; the table of cases is in its test.
+"""Which operations an engine gets in its next turn. A pure function of what waits; its test has the table of cases.
 
 A turn is at most one barrier of each run (optimiser step, save, load), then training operations of any runs and users
 that are computed as one batch.
@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lorimer.scheduler.operation import BARRIER_TOKENS, Operation
+from lorimer.scheduler.runs import BARRIER_TOKENS, Operation
 
 
 @dataclass(frozen=True)

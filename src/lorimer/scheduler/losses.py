@@ -1,41 +1,79 @@
-"""Uploaded losses: an engine checks each once, and every engine is told of one when it first needs it."""
+"""Custom losses: an engine checks each once, and every engine is sent one when it first needs it."""
+
+from typing import TYPE_CHECKING
 
 from lorimer.engine import messages
-from lorimer.errors import InvalidInput
-from lorimer.scheduler.engines import EngineSlot
+from lorimer.errors import EngineError, InvalidInput, LorimerError
+from lorimer.scheduler import journal
+from lorimer.scheduler.events import Admit, OperationReply, Send
 from lorimer.scheduler.payloads import CreateLoss, decode_payload
-from lorimer.scheduler.recorder import Recorder
-from lorimer.store import losses
+from lorimer.scheduler.runs import Flight, Operation, Outcome
+from lorimer.store.futures import FutureRow
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
 
 
-class LossRegistry:
-    """The losses of all sessions at work, and which of them the engine of one base model knows."""
+class LossChecks:
+    """The uploaded losses that the engine has to check."""
 
-    def __init__(self, recorder: Recorder, known: dict[str, CreateLoss]) -> None:
-        """``known`` is shared by the registries of all base models."""
-        self._recorder, self._known = recorder, known
-        self._registered: set[str] = set()
+    def __init__(self, core: "Core") -> None:
+        self._core = core
+        self._waiting: list[Operation] = []
+        self._running: list[Operation] = []
 
-    async def recall(self, session_id: str) -> None:
-        """Have the losses of a session at hand; called before its runs come into the engine."""
-        for loss in await self._recorder.read(losses.losses_of_session, session_id):
-            payload = decode_payload(loss.payload)
-            assert isinstance(payload, CreateLoss)
-            self._known[loss.loss_id] = payload
+    def submit(self, operation: Operation) -> None:
+        self._core.commit(journal.AcceptLoss(operation, self._core.limits.max_losses_per_session))
 
-    def ensure(self, slot: EngineSlot, loss_id: str) -> None:
-        """Tell the engine of a loss before the operation that uses it; one nobody knows the engine refuses itself."""
-        if loss_id in self._known and loss_id not in self._registered:
-            slot.submit(register_command(f"loss:{loss_id}", self._known[loss_id]))
-            self._registered.add(loss_id)
+    def accepted(self, operation: Operation, row: FutureRow, is_new: bool) -> None:
+        if self._core.adopts(operation, row, is_new):
+            self.arrive(operation)
+        self._core.emit(Admit(operation, row.request_id))
 
-    def add(self, payload: CreateLoss) -> None:
-        """A loss that this engine has checked and keeps."""
-        self._known[payload.loss_id] = payload
-        self._registered.add(payload.loss_id)
+    def arrive(self, operation: Operation) -> None:
+        operation.advance("queued")
+        self._waiting.append(operation)
 
-    def engine_ended(self) -> None:
-        self._registered.clear()
+    def send_next(self) -> None:
+        if not self._waiting:
+            return
+        if not self._core.is_ready:
+            self._core.start_engine()
+            return
+        waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            operation.advance("running")
+            operation.flight = Flight(payload=decode_payload(operation.payload))
+            self._running.append(operation)
+            assert isinstance(operation.flight.payload, CreateLoss)
+            command = register_command(operation.request_id, operation.flight.payload)
+            self._core.emit(Send(command, OperationReply(operation, operation.flight)))
+
+    def complete(self, operation: Operation, flight: Flight) -> None:
+        self._running.remove(operation)
+        assert isinstance(flight.payload, CreateLoss)
+        if flight.error is None:
+            operation.advance("committing")
+            self._core.commit(journal.FinishLoss(operation, flight.payload))
+        else:
+            error = flight.error
+            known = error if isinstance(error, LorimerError) else EngineError(f"the check failed: {error}")
+            self._core.fail(operation, known)
+
+    def committed(self, operation: Operation, payload: CreateLoss, outcome: Outcome) -> None:
+        self._core.resolve(operation, outcome)
+
+    def engine_ended(self, reason: str) -> None:
+        running, self._running = self._running, []
+        for operation in running:
+            operation.deaths += 1
+            operation.flight = None
+            if operation.deaths >= self._core.limits.max_engine_deaths:
+                text = f"the engine ended {operation.deaths} times while it checked this: {reason}"
+                self._core.fail(operation, EngineError(text))
+            else:
+                operation.advance("queued")
+                self._waiting.append(operation)
 
 
 def loss_id(session_id: str, seq_id: int) -> str:
@@ -43,7 +81,7 @@ def loss_id(session_id: str, seq_id: int) -> str:
 
 
 def check_loss_id(session_id: str, found: object) -> None:
-    """Losses are used within the session that uploaded them."""
+    """Refuse a loss that was not uploaded within the session."""
     if not isinstance(found, str) or not found.startswith(loss_id(session_id, 0)[:-1]):
         raise InvalidInput(f"loss_fn_config.loss_id is {found!r}; the id of a loss made in this session is accepted")
 

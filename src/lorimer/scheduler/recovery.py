@@ -1,4 +1,4 @@
-"""What an earlier server left: removes its unfinished files, takes its unfinished requests up."""
+"""Takes up what an earlier server left: deletes its unfinished files and hands its unfinished requests to the cores."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from lorimer import types
-from lorimer.errors import CheckpointError, EngineError
-from lorimer.scheduler import payloads, records
-from lorimer.scheduler.operation import Operation
-from lorimer.scheduler.runs import operation_of
-from lorimer.scheduler.sampling import SampleOperation
+from lorimer.errors import CheckpointError
+from lorimer.scheduler import journal, payloads
+from lorimer.scheduler.events import Recovered
+from lorimer.scheduler.runs import Operation, operation_of
+from lorimer.scheduler.samples import Sample
 from lorimer.store import futures, retention, runs, samplers
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
@@ -26,37 +26,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lorimer.scheduler")
 
-_TOGETHER = 500
-"""Requests read at once, so that ten thousand are taken up within seconds."""
-_WITHOUT_PAYLOAD = ("forward", "forward_backward", "optim_step")
-"""Kinds that need their payload only when an engine takes their run."""
+BATCH_SIZE = 500
+"""Requests read in one transaction, so that ten thousand are taken up within seconds."""
+WITHOUT_PAYLOAD = ("forward", "forward_backward", "optim_step")
+"""Kinds whose payload is read only when an engine takes their run."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Requests on record, with what they are about."""
+    """The runs, sampling sessions and payloads of a batch of requests."""
 
     runs: dict[str, Run]
     samplers: dict[str, SamplingSession]
     payloads: dict[str, bytes]
     damaged: dict[str, CheckpointError]
-    """By request: why its payload cannot be read."""
+    """By request_id: why its payload cannot be read."""
 
 
 async def recover(scheduler: "Scheduler") -> None:
-    """Called once, before any request is taken."""
+    """Called once, before any request is accepted."""
     known = await scheduler.store.read(retention.known_names)
     removed = await asyncio.to_thread(scheduler.directory.sweep_orphans, known)
     rows = await scheduler.store.read(futures.unfinished)
     if rows or removed:
         log.info("taking up %d unfinished requests; removed %d unfinished files", len(rows), len(removed))
-    for start in range(0, len(rows), _TOGETHER):
-        some = rows[start : start + _TOGETHER]
-        found = await scheduler.store.read(_find, some)
-        for row in some:
+    for start in range(0, len(rows), BATCH_SIZE):
+        batch = rows[start : start + BATCH_SIZE]
+        found = await scheduler.store.read(_find, batch)
+        for row in batch:
             await _take_up(scheduler, row, found)
-    for model in scheduler.models.values():
-        model.pump()
 
 
 def _find(c: Connection, rows: Sequence[FutureRow]) -> _Found:
@@ -64,18 +62,18 @@ def _find(c: Connection, rows: Sequence[FutureRow]) -> _Found:
     sampler_ids = {row.lane for row in rows if row.kind == "sample"}
     found_runs = [runs.get_run(c, model_id) for model_id in run_ids]
     found_samplers = [samplers.get_sampler(c, sampler_id) for sampler_id in sampler_ids]
-    payloads: dict[str, bytes] = {}
+    readable: dict[str, bytes] = {}
     damaged: dict[str, CheckpointError] = {}
     for row in rows:
-        if row.kind not in _WITHOUT_PAYLOAD:
+        if row.kind not in WITHOUT_PAYLOAD:
             try:
-                payloads |= records.payloads(c, [row.request_id])
+                readable |= journal.payloads(c, [row.request_id])
             except CheckpointError as error:
                 damaged[row.request_id] = error
     return _Found(
         {run.model_id: run for run in found_runs if run is not None},
         {sampler.sampling_session_id: sampler for sampler in found_samplers if sampler is not None},
-        payloads,
+        readable,
         damaged,
     )
 
@@ -89,24 +87,26 @@ def _run_id(row: FutureRow) -> str:
 
 
 async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found) -> None:
-    if row.kind == "unload_model":
-        answer = {"type": "unload_model", "model_id": row.lane.removesuffix(":unload")}
-        await scheduler.recorder.finish(operation_of(row, ""), records.finish_plain, answer)
-        return
+    """Hand an unfinished request to its core. Operations of a run wait there until an engine takes the run."""
     operation = operation_of(row, next(iter(scheduler.models)))
     operation.payload = found.payloads.get(row.request_id, b"")
-    operation.is_accepted = True
-    if (damage := found.damaged.get(row.request_id)) is not None:
-        await scheduler.recorder.fail(operation, EngineError(f"the request cannot be read any more: {damage}"))
-        return
     try:
+        if row.request_id in found.damaged:
+            raise found.damaged[row.request_id]
         operation = _sample(operation, found) if row.kind == "sample" else _of_run(operation, row, found)
-    except (LookupError, ValueError, msgspec.MsgspecError, ValidationError) as error:
+    except (LookupError, ValueError, CheckpointError, msgspec.MsgspecError, ValidationError) as error:
         reason = f"it cannot be taken up after a restart of the server: {type(error).__name__}: {error}"
-        await scheduler.recorder.fail(operation, EngineError(reason))
+        outcome = await scheduler.store.submit(journal.Fail(operation, reason, "server").apply)
+        scheduler.results.resolve(operation, outcome)
         return
-    scheduler.open[row.request_id] = operation
-    _hand_over(scheduler, operation, row, found)
+    scheduler.results.open[row.request_id] = operation
+    if operation.kind == "create_custom_loss":
+        driver = scheduler.loss_checker()
+    elif operation.base_model in scheduler.models:
+        driver = scheduler.models[operation.base_model]
+    else:
+        return  # it waits for a server that has the model
+    driver.post(Recovered(operation, found.runs.get(_run_id(row)), _is_creation(row)))
 
 
 def _of_run(operation: Operation, row: FutureRow, found: _Found) -> Operation:
@@ -122,13 +122,13 @@ def _of_run(operation: Operation, row: FutureRow, found: _Found) -> Operation:
     return operation
 
 
-def _sample(operation: Operation, found: _Found) -> SampleOperation:
+def _sample(operation: Operation, found: _Found) -> Sample:
     sampler = found.samplers.get(operation.lane)
     if sampler is None:
         raise LookupError(f"there is no sampling session {operation.lane!r} any more")
     payload = payloads.decode_payload(operation.payload)
     assert isinstance(payload, payloads.Sample)
-    return SampleOperation(
+    return Sample(
         request_id=operation.request_id,
         user_id=operation.user_id,
         session_id=operation.session_id,
@@ -138,20 +138,6 @@ def _sample(operation: Operation, found: _Found) -> SampleOperation:
         kind=operation.kind,
         tokens=operation.tokens,
         request=types.SampleRequest.model_validate_json(payload.request),
-        sampler=sampler,
-        is_accepted=True,
+        weights_id=sampler.weights_id,
+        model_id=sampler.model_id,
     )
-
-
-def _hand_over(scheduler: "Scheduler", operation: Operation, row: FutureRow, found: _Found) -> None:
-    """Operations of a run only gather here; its journal is laid out when an engine takes it."""
-    if operation.kind == "create_custom_loss":
-        scheduler.check_loss(operation)
-    elif (model := scheduler.models.get(operation.base_model)) is None:
-        return  # it waits for a server that has the model
-    elif isinstance(operation, SampleOperation):
-        model.sampling.arrive(operation)
-    elif _is_creation(row):
-        model.training.add_run(found.runs[_run_id(row)]).creation = operation
-    else:
-        model.training.take_up(model.training.add_run(found.runs[row.lane]), operation)

@@ -1,178 +1,212 @@
-"""Brings runs into the engine and gives them up: a run is its snapshot and what the journal has after it.
+"""Brings runs into the engine: a run is its snapshot and the journal after it.
 
-A newest snapshot that cannot be read is dropped, and the run begins with the one before it.
+The stages of a `Restore`: *settling* (transactions of the run and a snapshot under way end), *reading* (its journal),
+*loading* (the engine creates the run and loads a snapshot or saved weights), *saving* (a run created from saved weights
+gets its first snapshot), *creating* (the answer to its creation is committed). Then the lane is rebuilt and the run is
+loaded. A newest snapshot that cannot be read is dropped, and the run is restored from the one before it.
 """
 
-import asyncio
-import contextlib
-import logging
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lorimer.engine import messages
-from lorimer.errors import CheckpointError, EngineDied, EngineError, InvalidInput, LorimerError, StorageError
-from lorimer.scheduler import records
-from lorimer.scheduler.commands import create_command, discard, load_command
-from lorimer.scheduler.engines import EngineSlot
-from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.losses import LossRegistry
-from lorimer.scheduler.operation import Operation
+from lorimer.errors import CheckpointError, EngineError, InvalidInput, LorimerError, StorageError
+from lorimer.scheduler import journal, snapshots
+from lorimer.scheduler.events import Discard, NoReply, Report, RestoreReply, Send, SetTimer, Timer
 from lorimer.scheduler.payloads import CreateModel, decode_payload
-from lorimer.scheduler.recorder import Recorder
-from lorimer.scheduler.runs import RunState, rebuild
-from lorimer.scheduler.snapshots import Snapshots
-from lorimer.store.directory import DataDirectory
+from lorimer.scheduler.runs import Journal, Outcome, Restore, RunState, rebuild
+from lorimer.store.runs import Run
 
-log = logging.getLogger("lorimer.scheduler")
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
 
-_RETRY_SECONDS = 2.0
-
-
-class Restorer:
-    def __init__(
-        self,
-        slot: EngineSlot,
-        directory: DataDirectory,
-        limits: SchedulerLimits,
-        recorder: Recorder,
-        losses: LossRegistry,
-        snapshots: Snapshots,
-        *,
-        on_restored: Callable[[RunState], None],
-        fail: Callable[[RunState, Operation, Exception], Coroutine[Any, Any, None]],
-    ) -> None:
-        """``fail`` ends an operation; ``on_restored`` is also called when a run is given up or put off."""
-        self._slot, self._directory, self._limits, self._recorder = slot, directory, limits, recorder
-        self._losses, self._snapshots = losses, snapshots
-        self._on_restored, self._fail = on_restored, fail
-
-    async def restore(self, state: RunState) -> None:
-        """Bring a run into the engine, unless the engine ends; then it is begun anew with the next."""
-        try:
-            late = await self._restore(state)
-        except (EngineDied, StorageError):
-            return  # everything is set back when the end is told, or the server is closing
-        except Exception as error:
-            is_final = isinstance(error, LorimerError) and not isinstance(error, EngineError)
-            await self._put_off(state, error, is_final)
-            return
-        state.restoring = None
-        state.phase, state.loaded_at, state.has_had_turn, state.failures = "loaded", time.monotonic(), False, 0
-        if state.replays:
-            log.info("replaying %d operations", len(state.replays), extra={"model_id": state.model_id})
-        else:
-            state.deaths = 0
-        for operation in late:
-            reason = f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id"
-            await self._fail(state, operation, InvalidInput(reason))
-        self._on_restored(state)
-
-    async def _restore(self, state: RunState) -> list[Operation]:
-        while state.recording:
-            await asyncio.wait(state.recording)
-        if state.saving is not None:
-            await asyncio.wait([state.saving])
-        state.passed.clear()  # the journal has these
-        journal = self._take(state, await self._recorder.read(records.journal, state.model_id))
-        await self._losses.recall(journal.run.session_id)
-        try:
-            await self._load(state, journal)
-        except CheckpointError as error:
-            journal = await self._fall_back(state, error)
-            await self._load(state, journal)
-        late = rebuild(state, journal.rows, journal.payloads)
-        for operation in state.operations.values():
-            if operation.is_accepted:
-                self._recorder.open.setdefault(operation.request_id, operation)
-        return late
-
-    def _take(self, state: RunState, journal: records.Journal | None) -> records.Journal:
-        if journal is None:
-            raise InvalidInput("there is no record of it any more")
-        state.run = journal.run
-        if journal.run.corrupted:
-            raise InvalidInput(journal.run.corrupted)
-        return journal
-
-    async def _fall_back(self, state: RunState, error: CheckpointError) -> records.Journal:
-        """The newest snapshot cannot be read; go on with the one before it, if there is one."""
-        damaged = state.run.newest_name
-        if damaged is None:
-            raise error
-        log.error("falling back on an older snapshot: %s", error, extra={"model_id": state.model_id})
-        journal = self._take(state, await self._recorder.write(records.fall_back, state.model_id, damaged))
-        self._drop_from_engine(state)
-        await discard(self._directory, self._directory.snapshots / damaged)
-        return journal
-
-    async def _load(self, state: RunState, journal: records.Journal) -> None:
-        """Have the engine make the run and load what it begins with; ``CheckpointError`` if that cannot be read."""
-        run, made_of = journal.run, _creation(state, journal)
-        created = self._slot.submit(create_command(run))
-        if run.resume_name is not None:
-            loaded = self._slot.submit(load_command(run, self._directory.snapshots / run.resume_name, optimizer=True))
-            await created
-            try:
-                await loaded
-            except InvalidInput as error:
-                raise CheckpointError(str(error)) from error
-        elif made_of.weights_name is not None:
-            source = self._directory.weights / made_of.weights_name
-            await asyncio.gather(created, self._slot.submit(load_command(run, source, made_of.optimizer)))
-            await self._snapshots.save(state, 0)
-        else:
-            await created
-        if state.creation is not None:
-            await self._recorder.finish(state.creation, records.finish_creation, run, made_of)
-            state.creation, state.last_used = None, time.monotonic()  # its client hears of it only now
-
-    async def _put_off(self, state: RunState, error: Exception, is_final: bool) -> None:
-        """Try again later, or give the run up if that would not help."""
-        state.failures += 1
-        text = str(error)
-        log.error("run not restored: %s", text, exc_info=error, extra={"model_id": state.model_id})
-        state.restoring = None
-        self.drop(state)
-        if is_final or state.failures >= self._limits.max_engine_deaths:
-            is_new = state.creation is not None and not state.operations
-            await self.corrupt(state, text if is_new else f"run {state.model_id} cannot be restored: {text}")
-        else:
-            state.retry_at = time.monotonic() + _RETRY_SECONDS
-            asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._on_restored, state)
-
-    def drop(self, state: RunState) -> None:
-        """Take a run out of the engine as it is; it comes back as the journal has it."""
-        state.forget_engine()
-        self._drop_from_engine(state)
-
-    def _drop_from_engine(self, state: RunState) -> None:
-        with contextlib.suppress(LorimerError):  # there may be no engine, or nothing to drop
-            self._slot.submit(messages.DropRun(request_id=f"drop:{state.model_id}", model_id=state.model_id))
-
-    async def corrupt(self, state: RunState, reason: str) -> None:
-        """Give a run up, with everything that waits for it."""
-        if state.phase == "loaded":
-            self.drop(state)
-        reason = self._recorder.without_place(reason)
-        state.phase, state.error = "corrupted", reason
-        await self._recorder.write(records.mark_corrupted, state.model_id, reason)
-        if state.creation is not None:
-            await self._recorder.fail(state.creation, InvalidInput(reason))
-            state.creation = None
-        for operation in list(state.operations.values()):
-            if operation.is_accepted:
-                await self._fail(state, operation, InvalidInput(reason))
-        self._on_restored(state)
+RETRY_SECONDS = 2.0
 
 
-def _creation(state: RunState, journal: records.Journal) -> CreateModel:
-    """What the run was made of; asked while that is to be answered, or nothing later is known of the run."""
-    payload = journal.creation if state.creation is None else state.creation.payload
-    if payload is None:
-        if journal.run.resume_name is None:
-            raise CheckpointError("the record of how it was made is not complete")
+def begin(core: "Core", run: RunState) -> None:
+    run.begin_restore()
+    core.touch(run)
+
+
+def advance(core: "Core", run: RunState) -> None:
+    """Read the journal once nothing changes it any more."""
+    restore = run.restore
+    if restore is None or core.is_closing:
+        return
+    if restore.stage == "settling" and not run.num_commits and run.saving is None:
+        restore.stage = "reading"
+        run.skipped.clear()  # the journal has these
+        core.commit(journal.ReadJournal(run.model_id, restore.number))
+
+
+def journal_read(core: "Core", transaction: journal.ReadJournal | journal.FallBack, found: Journal | None) -> None:
+    run = core.runs.get(transaction.model_id)
+    if isinstance(transaction, journal.FallBack):
+        core.emit(Discard("snapshots", [transaction.damaged]))
+    if run is None or run.restore is None or run.restore.number != transaction.restore:
+        return  # the engine ended meanwhile
+    if found is None:
+        _put_off(core, run, InvalidInput("it is not stored any more"))
+        return
+    run.row = found.run
+    run.restore.journal = found
+    if found.run.corrupted:
+        _put_off(core, run, InvalidInput(found.run.corrupted))
+        return
+    try:
+        _load(core, run, run.restore, found)
+    except Exception as error:
+        _put_off(core, run, error)
+
+
+def _load(core: "Core", run: RunState, restore: Restore, found: Journal) -> None:
+    """Have the engine create the run and load what it begins with."""
+    row, made_of, to = found.run, creation_of(run, found), RestoreReply(run.model_id, restore.number)
+    restore.stage, restore.error = "loading", None
+    commands: list[messages.Command] = [create_command(row)]
+    restore.source = "fresh"
+    if row.resume_name is not None:
+        restore.source = "snapshot"
+        commands.append(load_command(row, str(core.snapshots / row.resume_name), optimizer=True))
+    elif made_of.weights_name is not None:
+        restore.source = "weights"
+        commands.append(load_command(row, str(core.weights / made_of.weights_name), made_of.optimizer))
+    restore.num_replies = len(commands)
+    for command in commands:
+        core.emit(Send(command, to))
+
+
+def replied(core: "Core", run: RunState, reply: messages.Result | Exception) -> None:
+    restore = run.restore
+    assert restore is not None
+    restore.num_replies -= 1
+    if isinstance(reply, Exception) and restore.error is None:
+        restore.error = reply
+        restore.is_load_error = restore.num_replies == 0 and restore.source == "snapshot"
+    if restore.num_replies:
+        return
+    if restore.error is not None:
+        _load_failed(core, run, restore, restore.error)
+    elif restore.source == "weights":
+        restore.stage = "saving"
+        snapshots.begin(core, run, "creation")
+    else:
+        loaded(core, run)
+
+
+def _load_failed(core: "Core", run: RunState, restore: Restore, error: Exception) -> None:
+    damaged = run.row.newest_name
+    if restore.is_load_error and isinstance(error, InvalidInput | CheckpointError) and damaged is not None:
+        core.report(f"falling back on an older snapshot: {error}", run)
+        _drop_from_engine(core, run)
+        restore.stage = "reading"
+        core.commit(journal.FallBack(run.model_id, restore.number, damaged), run)
+        return
+    if restore.is_load_error and isinstance(error, InvalidInput):
+        error = CheckpointError(str(error))
+    _put_off(core, run, error)
+
+
+def loaded(core: "Core", run: RunState) -> None:
+    """The engine holds what the run begins with. Answer its creation, then rebuild its lane."""
+    restore = run.restore
+    assert restore is not None and restore.journal is not None
+    if run.creation is not None:
+        restore.stage = "creating"
+        run.creation.advance("committing")
+        made_of = creation_of(run, restore.journal)
+        core.commit(journal.FinishCreation(run.creation, run.row, made_of), run)
+        return
+    try:
+        late_ones = rebuild(run, restore.journal)
+    except CheckpointError as error:
+        _put_off(core, run, error)
+        return
+    run.loaded(core.now)
+    for operation in run.operations.values():
+        if operation.is_open:
+            core.open.setdefault(operation.request_id, operation)
+    if run.replays:
+        core.emit(Report("info", f"replaying {len(run.replays)} operations", run.model_id))
+    for operation in late_ones:
+        text = f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id"
+        core.fail(operation, InvalidInput(text))
+    core.touch(run)
+
+
+def creation_committed(core: "Core", run: RunState, outcome: Outcome) -> None:
+    creation = run.creation
+    run.creation, run.last_used = None, core.now  # its client hears of it only now
+    if creation is not None:
+        core.resolve(creation, outcome)
+    if run.restore is not None and run.restore.stage == "creating":
+        loaded(core, run)
+    core.touch(run)
+
+
+def failed(core: "Core", run: RunState, number: int | None, error: Exception) -> None:
+    """A transaction that the restore of a run needs was not committed."""
+    if isinstance(error, StorageError):
+        return  # the server is closing
+    if run.restore is not None and number in (None, run.restore.number):
+        _put_off(core, run, error)
+
+
+def _put_off(core: "Core", run: RunState, error: Exception) -> None:
+    """Retry later, or give the run up if that would not help."""
+    run.failures += 1
+    text = str(error)
+    core.report(f"run not restored: {text}", run, error)
+    drop(core, run)
+    is_final = isinstance(error, LorimerError) and not isinstance(error, EngineError)
+    if is_final or run.failures >= core.limits.max_engine_deaths:
+        is_new = run.creation is not None and not run.operations
+        core.corrupt(run, text if is_new else f"run {run.model_id} cannot be restored: {text}")
+    else:
+        run.retry_at = core.now + RETRY_SECONDS
+        core.emit(SetTimer(Timer("retry", run.model_id), RETRY_SECONDS))
+    core.touch(run)
+
+
+def drop(core: "Core", run: RunState) -> None:
+    """Take a run out of the engine as it is; it comes back as the journal has it."""
+    snapshots.cancel_load(core, run)
+    run.leave_engine(core.now)
+    _drop_from_engine(core, run)
+    core.touch(run)
+
+
+def _drop_from_engine(core: "Core", run: RunState) -> None:
+    if core.is_ready:
+        core.emit(Send(messages.DropRun(request_id=f"drop:{run.model_id}", model_id=run.model_id), NoReply()))
+
+
+def creation_of(run: RunState, found: Journal) -> CreateModel:
+    """Return what the run was made of; needed until it has a snapshot."""
+    payload = found.creation if run.creation is None else run.creation.payload
+    if not payload:
+        if found.run.resume_name is None:
+            raise CheckpointError("the payload of its creation is missing from the journal")
         return CreateModel()
     creation = decode_payload(payload)
     assert isinstance(creation, CreateModel)
     return creation
+
+
+def create_command(row: Run) -> messages.CreateRun:
+    lora = messages.LoraConfig(
+        rank=row.rank,
+        seed=row.seed,
+        train_attn=row.train_attn,
+        train_mlp=row.train_mlp,
+        train_unembed=row.train_unembed,
+    )
+    optimizer = messages.OptimizerConfig(type=row.optimizer_type)
+    return messages.CreateRun(
+        request_id=f"create:{row.model_id}", model_id=row.model_id, lora=lora, optimizer=optimizer
+    )
+
+
+def load_command(row: Run, directory: str, optimizer: bool) -> messages.LoadState:
+    return messages.LoadState(
+        request_id=f"load:{row.model_id}", model_id=row.model_id, directory=directory, optimizer=optimizer
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
+from lorimer.scheduler.events import Expired
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store import audit, checkpoints, futures, runs, samplers, weights
 from lorimer.store.runs import Run
@@ -42,12 +43,11 @@ async def sweep(scheduler: "Scheduler") -> None:
         )
         if not (freed.results or freed.payloads or freed.rows):
             break
-    lanes = {operation.lane for operation in scheduler.open.values()}
-    read = {operation.reads for operation in scheduler.open.values() if operation.reads is not None}
+    lanes = {operation.lane for operation in scheduler.results.open.values()}
+    read = {operation.reads for operation in scheduler.results.open.values() if operation.reads is not None}
     gone = await scheduler.store.write(_forget, now, limits, lanes, read)
-    for run in gone.runs:
-        if (model := scheduler.models.get(run.base_model)) is not None:
-            model.training.expire(run.model_id)
+    for name, driver in scheduler.models.items():
+        driver.post(Expired([run.model_id for run in gone.runs if run.base_model == name]))
     directory = scheduler.directory
     paths = [directory.weights / found.name for found in gone.weights]
     names = [name for run in gone.runs for name in (run.snapshot_name, run.newest_name)]
@@ -63,11 +63,10 @@ async def sweep(scheduler: "Scheduler") -> None:
 
 def _forget_memory(scheduler: "Scheduler", gone: _Forgotten) -> None:
     asked_before = time.monotonic() - scheduler.limits.result_seconds
-    scheduler.completions_log.forget({sampler.sampling_session_id for sampler in gone.samplers}, asked_before)
+    scheduler.results.finished_samples.forget({sampler.sampling_session_id for sampler in gone.samplers}, asked_before)
     sessions = set()
-    for model in scheduler.models.values():
-        model.training.forget_idle()
-        sessions |= {state.run.session_id for state in model.training.runs.values()}
+    for driver in scheduler.models.values():
+        sessions |= {run.row.session_id for run in driver.core.runs.values()}
     for loss_id in [loss_id for loss_id in scheduler.known_losses if loss_id.rpartition(":loss:")[0] not in sessions]:
         del scheduler.known_losses[loss_id]  # read again when a run of the session comes back
 

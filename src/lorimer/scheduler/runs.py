@@ -1,55 +1,332 @@
-"""A run as the scheduler sees it: its order, what is open, and whether an engine holds it.
+"""Runs and operations as the scheduler core sees them: plain state, and the only code that changes it.
 
-After a crash, or when a run comes back from disk, ``rebuild`` lays out its lane anew from the journal: operations that
-were finished and changed the run are done again, unfinished ones follow as if nothing had happened.
+``Operation.status`` is assigned by `Operation.advance`, which refuses every step that is not in this table:
+
+    received   → held        its row is committed
+    received   → queued      (samples and losses, which need no order) its row is committed
+    held       → queued      its run is loaded and no lower seq_id is missing
+    queued     → running     it was sent to the engine
+    running    → committing  the engine replied; a transaction with the result is under way
+    running    → done        a replay: the result was committed before the crash
+    queued, running → held   the run left its engine; the lane is rebuilt when the run is restored
+    running    → queued      (samples and losses) the engine ended
+    held, queued → committing  it fails without being computed: too late, behind a gap, of a corrupted run
+    committing → committing  the result cannot be committed, so that a failure is
+    committing → held        a load whose run left its engine before the snapshot that ends it could be committed
+    committing → done, failed  the transaction is committed
+
+``RunState.phase`` is assigned by `RunState.enter`:
+
+    absent    → restoring    an engine has room for the run
+    restoring → loaded       its snapshot is loaded and its lane rebuilt from the journal
+    restoring, loaded → absent  the engine ended, evicted the run, or failed to restore it
+    absent, restoring, loaded → corrupted  the run cannot go on
 """
 
-import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lorimer.errors import CheckpointError
-from lorimer.scheduler.lanes import Lane
-from lorimer.scheduler.operation import REPLAYED, SUSPICIOUS_DEATHS, Operation
+from lorimer.scheduler.payloads import AnyPayload
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
+
+Status = Literal["received", "held", "queued", "running", "committing", "done", "failed"]
+Phase = Literal["absent", "restoring", "loaded", "corrupted"]
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+STATUS_STEPS: dict[Status, frozenset[Status]] = {
+    "received": frozenset({"held", "queued"}),
+    "held": frozenset({"queued", "committing"}),
+    "queued": frozenset({"running", "held", "committing"}),
+    "running": frozenset({"committing", "done", "held", "queued"}),
+    "committing": frozenset({"committing", "held", "done", "failed"}),
+    "done": frozenset(),
+    "failed": frozenset(),
+}
+PHASE_STEPS: dict[Phase, frozenset[Phase]] = {
+    "absent": frozenset({"restoring", "corrupted"}),
+    "restoring": frozenset({"loaded", "absent", "corrupted"}),
+    "loaded": frozenset({"absent", "corrupted"}),
+    "corrupted": frozenset(),
+}
+TRAINING = frozenset({"forward", "forward_backward"})
+"""Kinds that are packed into one batch with those of other runs; every other kind of a run is a barrier."""
+REPLAYED = frozenset({"forward_backward", "optim_step", "load_weights"})
+"""Kinds that change a run and are replayed after a crash. A load ends with a snapshot; it is replayed only if that is
+damaged."""
+MISSING = "missing"
+"""The kind of the row that stands for seq_ids given up: its seq_id is the last of them, ``tokens`` how many."""
+BARRIER_TOKENS = 16
+"""What an operation without tokens counts in the accounts of who was served how much."""
+SUSPICIOUS_DEATHS = 2
+"""An operation or run that was being computed at this many engine deaths is computed alone next."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request stands."""
+
+    state: Literal["pending", "done", "failed", "gone"]
+    queue_state: QueueState = "active"
+    reason: str = ""
+    result: bytes = b""
+    result_format: Literal["json", "protobuf"] = "json"
+    error: str = ""
+    category: Literal["user", "server", "unknown"] = "unknown"
+
+
+@dataclass(eq=False)
+class Operation:
+    """One accepted request."""
+
+    request_id: str
+    user_id: str
+    session_id: str
+    base_model: str
+    lane: str
+    """Within which seq_ids are ordered: the run, the sampling session, or a session's models or losses."""
+    seq_id: int
+    kind: str
+    tokens: int = 0
+    payload: bytes = b""
+    """Until it has been sent; read from the journal when it must be sent again."""
+    payload_sha256: str = ""
+    """Of the payload as it was submitted, if it has been computed."""
+    reads: str | None = None
+    """The weights it loads; they are not deleted before."""
+    is_replay: bool = False
+    """Finished before a crash: computed again for its effect on the run."""
+    received: float = 0.0
+    """Monotonic time of arrival."""
+    started: float = 0.0
+    """Monotonic time when it was last sent to an engine; 0 before."""
+    deaths: int = 0
+    """How many engines ended while they computed this, or failed at it by an error of their own."""
+    status: Status = "received"
+    flight: "Flight | None" = None
+    """What the engine was sent for it and replied, while it is running or committing."""
+    size: int = field(init=False)
+    """Bytes of the payload as submitted."""
+
+    def __post_init__(self) -> None:
+        self.size = len(self.payload)
+
+    def advance(self, status: Status) -> None:
+        assert status in STATUS_STEPS[self.status], f"{self.status} → {status} of {self.kind} {self.seq_id}"
+        self.status = status
+
+    @property
+    def is_training(self) -> bool:
+        return self.kind in TRAINING
+
+    @property
+    def cost(self) -> int:
+        """Tokens it counts in the accounts of who was served how much."""
+        return self.tokens or BARRIER_TOKENS
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its row is committed and its end is not."""
+        return self.status not in ("received", "done", "failed")
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= SUSPICIOUS_DEATHS and self.status not in ("committing", "done", "failed")
+
+
+@dataclass(eq=False)
+class Flight:
+    """The commands an operation was sent as, in order, and the replies so far."""
+
+    num_commands: int = 1
+    payload: AnyPayload | None = None
+    target: str | None = None
+    """Name of the directory that the engine was told to write."""
+    replies: list[Any] = field(default_factory=list)
+    """A result or an exception for each command."""
+    verified: str | None = None
+    """Of a load: the run's newest snapshot before it, if that was found whole."""
+    is_verifying: bool = False
+    """Of a load: that snapshot is being checked, or was."""
+    is_committing: bool = False
+    """Of a load: the transaction that ends it is under way."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.replies) == self.num_commands
+
+    @property
+    def error(self) -> Exception | None:
+        return next((reply for reply in self.replies if isinstance(reply, Exception)), None)
+
+
+# ── the order of one run ──────────────────────────────────────────────────────────────────────────────
+
+
+class Lane:
+    """Operations of one run: they arrive in any order and become ``queued`` in the order of their seq_ids.
+
+    A missing seq_id holds back those after it, until it arrives, is refused, or is given up.
+    """
+
+    def __init__(self, next_seq: int = 1) -> None:
+        self.next_seq = next_seq
+        """The lowest seq_id that has not arrived."""
+        self.ready: deque[Operation] = deque()
+        """In order, with nothing missing before them."""
+        self._held: dict[int, Operation] = {}
+        self._skipped: dict[int, int] = {}
+        """Consumed seq_ids behind a missing one: first and last of each range."""
+
+    def add(self, operation: Operation) -> None:
+        """Take an operation whose seq_id has neither arrived nor been consumed."""
+        if self.has_passed(operation.seq_id):
+            raise ValueError(f"operation {operation.seq_id} has already arrived")
+        self._held[operation.seq_id] = operation
+        self._release()
+
+    def skip(self, first: int, last: int | None = None) -> None:
+        """Consume seq_ids that have no operation."""
+        last = first if last is None else last
+        if last >= self.next_seq and first not in self._held:
+            start = max(first, self.next_seq)
+            self._skipped[start] = max(last, self._skipped.get(start, last))
+            self._release()
+
+    def has_passed(self, seq_id: int) -> bool:
+        is_known = seq_id < self.next_seq or seq_id in self._held
+        return is_known or any(first <= seq_id <= last for first, last in self._skipped.items())
+
+    def _release(self) -> None:
+        while True:
+            if (operation := self._held.pop(self.next_seq, None)) is not None:
+                operation.advance("queued")
+                self.ready.append(operation)
+                self.next_seq += 1
+            elif (last := self._skipped.pop(self.next_seq, None)) is not None:
+                self.next_seq = last + 1
+            else:
+                return
+
+    @property
+    def missing(self) -> int | None:
+        """The seq_id that later operations wait for, if there are any."""
+        return self.next_seq if self._held else None
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """First and last seq_id of every gap before the last operation that is held."""
+        consumed = sorted([*((seq, seq) for seq in self._held), *self._skipped.items()])
+        found, expected = [], self.next_seq
+        for first, last in consumed:
+            if first > max(self._held, default=0):
+                break
+            if first > expected:
+                found.append((expected, first - 1))
+            expected = max(expected, last + 1)
+        return found
+
+    def held(self) -> list[Operation]:
+        """Operations behind a missing seq_id, in order."""
+        return [self._held[seq] for seq in sorted(self._held)]
+
+    def give_up(self, gaps: Iterable[tuple[int, int]], operations: Iterable[Operation]) -> None:
+        """Consume the seq_ids of these gaps and of the operations that waited behind them."""
+        for operation in operations:
+            if self._held.get(operation.seq_id) is operation:
+                del self._held[operation.seq_id]
+                self._skipped[operation.seq_id] = operation.seq_id
+        for first, last in gaps:
+            self.skip(first, last)
+
+
+# ── one run ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Journal:
+    """All that is stored of a run: its newest snapshot, named in its row, and the rows after it."""
+
+    run: Run
+    rows: list[FutureRow]
+    payloads: dict[str, bytes]
+    """By request_id, of the operations that will be computed."""
+    creation: bytes | None
+    """The payload of its creation, where there is no snapshot yet."""
+    losses: list[bytes] = field(default_factory=list)
+    """Payloads of the custom losses of its session."""
+
+
+@dataclass
+class Restore:
+    """One attempt to bring a run into the engine."""
+
+    number: int
+    stage: Literal["settling", "reading", "loading", "saving", "creating"] = "settling"
+    journal: Journal | None = None
+    num_replies: int = 0
+    """Commands whose replies are awaited."""
+    error: Exception | None = None
+    is_load_error: bool = False
+    """It was loading the snapshot that failed."""
+    source: Literal["fresh", "snapshot", "weights"] = "fresh"
+
+
+@dataclass
+class Saving:
+    """A snapshot being written, and what follows it."""
+
+    purpose: Literal["due", "creation", "park", "close"]
+    is_forced: bool = False
+    """Park the run even if operations wait for it."""
+    stage: Literal["draining", "saving", "settling", "verifying", "committing"] = "draining"
+    name: str = ""
+    seq_id: int = 0
+    """The last operation whose effect it holds."""
+    work_seconds: float = 0.0
+    """Engine time that it secures."""
+    verified: str | None = None
 
 
 @dataclass(eq=False)
 class RunState:
-    run: Run
-    lane: Lane | None = None
-    """Laid out when the run is brought into an engine; until then operations only gather."""
-    phase: Literal["absent", "restoring", "loaded", "corrupted"] = "absent"
-    """Whether an engine holds it."""
+    row: Run
+    last_used: float
+    phase: Phase = "absent"
     error: str = ""
     """Why it is corrupted."""
+    lane: Lane | None = None
+    """Built when the run is restored; until then operations only gather."""
     operations: dict[int, Operation] = field(default_factory=dict)
-    """By number, everything accepted, or about to be, whose result is not yet on record."""
-    passed: set[int] = field(default_factory=set)
-    """Numbers refused while the lane was being laid out."""
+    """By seq_id, everything accepted, or about to be, whose end is not committed."""
+    skipped: set[int] = field(default_factory=set)
+    """seq_ids consumed while there was no lane."""
     creation: Operation | None = None
     """The request that made it, until that is answered."""
-    restoring: "asyncio.Task[None] | None" = None
-    saving: "asyncio.Task[None] | None" = None
-    recording: "set[asyncio.Task[None]]" = field(default_factory=set)
-    """Results on their way from the engine to the journal, which is read only after them."""
-    gap: asyncio.TimerHandle | None = None
+    restore: Restore | None = None
+    saving: Saving | None = None
+    loading: Operation | None = None
+    """A load under way, after which the run may have to be restored; nothing is sent behind it."""
+    num_commits: int = 0
+    """Transactions under way that change its journal; it is not read before they end."""
+    num_restores: int = 0
+    gap_since: float | None = None
+    gap_seq: int | None = None
+    """The missing seq_id that a timer is running for, and since when."""
+    is_abandoning: bool = False
+    """Missing seq_ids are being given up. Nothing is sent before that is committed: were operations behind them
+    computed, a replay would wait for the missing ones again."""
     sent_seq: int = 0
-    """The last number given to the engine that holds the run."""
-    sent: set[Operation] = field(default_factory=set)
-    """Given to the engine and not answered."""
+    """The last seq_id sent to the engine that holds the run."""
+    running: set[Operation] = field(default_factory=set)
     replays: set[Operation] = field(default_factory=set)
-    is_loading: bool = False
-    """A load is under way, after which the run may have to be restored; nothing is sent behind it."""
-    is_leaving: bool = False
-    """It makes room for another run; nothing is sent."""
+    """Replayed operations that are not computed yet."""
     deaths: int = 0
     """How many engines ended while they restored it."""
     failures: int = 0
-    """How many times restoring it has failed for no fault of its own."""
+    """How often restoring it has failed since it was last loaded."""
     retry_at: float = 0.0
     loaded_at: float = 0.0
     left_at: float = 0.0
@@ -60,11 +337,10 @@ class RunState:
     """Engine time since the last snapshot."""
     snapshot_cost: float = 0.0
     """Seconds the last snapshot took."""
-    last_used: float = field(default_factory=time.monotonic)
 
     @property
     def model_id(self) -> str:
-        return self.run.model_id
+        return self.row.model_id
 
     @property
     def has_work(self) -> bool:
@@ -73,14 +349,18 @@ class RunState:
     @property
     def is_idle(self) -> bool:
         """Loaded, with nothing to do."""
-        has_work = self.has_work or self.sent or self.replays or self.recording or self.saving
-        return self.phase == "loaded" and not has_work
+        is_busy = self.has_work or self.running or self.replays or self.num_commits or self.saving
+        return self.phase == "loaded" and not is_busy
 
     @property
     def is_forgettable(self) -> bool:
-        """Nothing is known of it that the store does not have."""
-        is_quiet = not (self.has_work or self.saving or self.recording or self.restoring)
+        """The store knows everything about it."""
+        is_quiet = not (self.has_work or self.saving or self.num_commits or self.restore)
         return self.phase in ("absent", "corrupted") and is_quiet
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.saving is not None and self.saving.purpose == "park"
 
     @property
     def is_suspect(self) -> bool:
@@ -92,54 +372,118 @@ class RunState:
 
     @property
     def waiting_since(self) -> float:
-        """Since when it waits for a place: one that had to leave waits anew, however old its operations are."""
+        """Since when it waits for an engine; an evicted run waits anew, however old its operations are."""
         first = self.creation or next(iter(self.operations.values()), None)
         return max(self.left_at, first.received if first is not None else self.last_used)
 
     @property
     def ready(self) -> Sequence[Operation]:
-        """What can be given to the engine now, in order."""
-        if self.lane is None or self.phase != "loaded" or self.is_loading or self.is_leaving:
+        """Operations that can be sent to the engine now, in order."""
+        is_blocked = self.loading is not None or self.is_leaving or self.is_abandoning
+        if self.lane is None or self.phase != "loaded" or is_blocked:
             return ()
         return self.lane.ready
 
     def has_passed(self, seq_id: int) -> bool:
-        """Whether this number has gone by, as far as is known."""
-        return seq_id <= self.run.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))
+        """Whether the run is known to be beyond this seq_id."""
+        return seq_id <= self.row.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))
 
-    def arrive(self, operation: Operation) -> bool:
-        """Take an operation that is on record now; False if its number has gone by meanwhile."""
-        if operation.is_accepted:
-            return True  # the lane was laid out from the record
-        operation.is_accepted = True
+    def has_open_before(self, seq_id: int) -> bool:
+        """Whether the end of an accepted operation with a lower seq_id is not committed."""
+        return any(seq < seq_id and operation.is_open for seq, operation in self.operations.items())
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in PHASE_STEPS[self.phase], f"{self.phase} → {phase} of {self.model_id}"
+        self.phase = phase
+
+    def accept(self, operation: Operation) -> bool:
+        """Take an operation whose row is committed; False if the run is already beyond its seq_id."""
+        self.operations[operation.seq_id] = operation
+        if operation.status != "received":
+            return True  # the lane was rebuilt from the journal, which had its row
+        operation.advance("held")
         if self.lane is not None:
             if self.lane.has_passed(operation.seq_id):
                 return False
             self.lane.add(operation)
         return True
 
+    def forget(self, operation: Operation) -> bool:
+        """Drop an operation whose end is committed; False if it was dropped before."""
+        self.running.discard(operation)
+        if self.operations.get(operation.seq_id) is not operation:
+            return False
+        del self.operations[operation.seq_id]
+        return True
+
     def skip(self, seq_id: int) -> None:
         if self.lane is not None:
             self.lane.skip(seq_id)
         else:
-            self.passed.add(seq_id)
+            self.skipped.add(seq_id)
 
-    def forget_engine(self) -> None:
-        """The engine that held the run is gone, or has let go of it."""
-        if self.restoring is not None:
-            self.restoring.cancel()
-            self.restoring = None
+    def abandon(self, gaps: Sequence[tuple[int, int]]) -> list[Operation]:
+        """Consume missing seq_ids; return the operations behind them, which fail."""
+        assert self.lane is not None
+        held = self.lane.held()
+        self.lane.give_up(gaps, held)
+        for operation in held:
+            operation.advance("committing")
+        self.is_abandoning = True
+        return held
+
+    def send(self, operation: Operation, flight: Flight, now: float) -> None:
+        """Move the first ready operation to the engine."""
+        assert self.lane is not None
+        taken = self.lane.ready.popleft()
+        assert taken is operation
+        operation.advance("running")
+        operation.started, operation.flight = now, flight
+        self.running.add(operation)
+        self.sent_seq, self.has_had_turn = operation.seq_id, True
+        if operation.kind == "load_weights":
+            self.loading = operation
+
+    def credit(self, operation: Operation, seconds: float) -> None:
+        """Count the engine time of an operation that was computed."""
+        self.replays.discard(operation)
+        if not self.replays:
+            self.deaths = 0
+        self.work_seconds += seconds
+
+    def end_load(self, operation: Operation) -> None:
+        if self.loading is operation:
+            self.loading = None
+
+    def begin_restore(self) -> Restore:
+        self.enter("restoring")
+        self.num_restores += 1
+        self.restore = Restore(self.num_restores)
+        return self.restore
+
+    def loaded(self, now: float) -> None:
+        """The engine holds the run, and its lane is rebuilt."""
+        self.enter("loaded")
+        self.restore = None
+        self.loaded_at, self.has_had_turn, self.failures = now, False, 0
+        if not self.replays:
+            self.deaths = 0
+
+    def leave_engine(self, now: float) -> None:
+        """No engine holds the run any more; it comes back as the journal has it."""
+        self.restore = None
         if self.phase == "loaded":
-            self.left_at = time.monotonic()
+            self.left_at = now
         if self.phase != "corrupted":
-            self.phase = "absent"
-        self.lane = None
-        self.is_loading = False
-        self.sent, self.replays = set(), set()
-
-
-MISSING = "missing"
-"""The kind of the row that stands for numbers given up: the last of them, and in ``tokens`` how many."""
+            if self.phase != "absent":
+                self.enter("absent")
+            for operation in self.operations.values():
+                if operation.status in ("queued", "running"):
+                    operation.advance("held")
+                    operation.flight = None
+        self.lane = self.loading = None
+        self.gap_since = self.gap_seq = None
+        self.running, self.replays = set(), set()
 
 
 def needs_payload(row: FutureRow) -> bool:
@@ -147,56 +491,65 @@ def needs_payload(row: FutureRow) -> bool:
     return row.state == "queued" or (row.state == "done" and row.kind in REPLAYED)
 
 
-def rebuild(state: RunState, rows: Sequence[FutureRow], payloads: Mapping[str, bytes]) -> list[Operation]:
-    """Lay the lane out from the journal after the snapshot, and from what has arrived since it was read.
+def rebuild(run: RunState, journal: Journal) -> list[Operation]:
+    """Rebuild the lane from journal rows after the snapshot plus operations accepted since they were read.
 
-    Gives the operations that came too late: later ones have been computed without them.
+    Return the operations that are too late: later ones have been computed without them.
     """
-    applied = max(state.run.resume_seq, 0)  # number 0 is the run's creation
+    applied = max(run.row.resume_seq, 0)  # seq_id 0 is the run's creation
     lane = Lane(applied + 1)
-    for row in rows:
+    for row in journal.rows:
         if row.kind == MISSING and row.seq_id is not None:
             lane.skip(row.seq_id - max(row.tokens, 1) + 1, row.seq_id)
-    for seq_id in state.passed:
+    for seq_id in run.skipped:
         lane.skip(seq_id)
     laid: set[Operation] = set()
-    for row in rows:
+    for row in journal.rows:
         assert row.seq_id is not None
         if lane.has_passed(row.seq_id):
             continue
         if not needs_payload(row):
             lane.skip(row.seq_id)
             continue
-        operation = _laid_out(state, row)
-        operation.payload = operation.payload or payloads.get(row.request_id, b"")
+        operation = _operation_of_row(run, row)
+        if operation.status == "committing":  # its failure is being committed
+            lane.skip(row.seq_id)
+            continue
+        operation.payload = operation.payload or journal.payloads.get(row.request_id, b"")
         if not operation.payload:
-            raise CheckpointError(f"the record of operation {row.seq_id} is not complete")
+            raise CheckpointError(f"the payload of operation {row.seq_id} is missing from the journal")
         lane.add(operation)
         laid.add(operation)
     late = []
-    for seq_id, operation in sorted(state.operations.items()):
-        if operation.is_accepted and operation not in laid:
-            late.append(operation) if lane.has_passed(seq_id) else lane.add(operation)
-    state.lane, state.replays = lane, {operation for operation in laid if operation.is_replay}
-    state.sent_seq = applied
+    for seq_id, operation in sorted(run.operations.items()):
+        if operation.status == "held" and operation not in laid and not lane.has_passed(seq_id):
+            lane.add(operation)
+        elif operation.status == "held" and operation not in laid:
+            late.append(operation)
+    run.lane, run.replays = lane, {operation for operation in laid if operation.is_replay}
+    run.sent_seq = applied
+    run.skipped.clear()
     return late
 
 
-def _laid_out(state: RunState, row: FutureRow) -> Operation:
-    """The operation of a row: one to repeat if it is done, else the open one."""
+def _operation_of_row(run: RunState, row: FutureRow) -> Operation:
+    """The operation of a row: a replay if it is done, else the open one."""
     if row.state == "done":
-        return operation_of(row, state.run.base_model, is_replay=True)
+        replay = operation_of(row, run.row.base_model, is_replay=True)
+        replay.advance("held")
+        return replay
     assert row.seq_id is not None
-    known = state.operations.get(row.seq_id)
+    known = run.operations.get(row.seq_id)
     if known is None or known.request_id != row.request_id:
-        # On record, although whoever submitted it was told that it might not be.
-        known = state.operations[row.seq_id] = operation_of(row, state.run.base_model)
-    known.is_accepted = True
+        # Committed, although the caller that submitted it may have been answered with an error.
+        known = run.operations[row.seq_id] = operation_of(row, run.row.base_model)
+    if known.status == "received":
+        known.advance("held")
     return known
 
 
 def operation_of(row: FutureRow, base_model: str, *, is_replay: bool = False) -> Operation:
-    """An operation of the journal, without its payload."""
+    """Return the operation of a journal row, without its payload."""
     return Operation(
         request_id=row.request_id,
         user_id=row.user_id,

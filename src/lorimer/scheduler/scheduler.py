@@ -1,44 +1,62 @@
-"""What the server talks to: takes requests in, puts them on record, says how they stand.
+"""What the server calls: submit, sample, wait, cancel, status.
 
-A submit never waits for other requests: it is answered as soon as it is durable. Who may ask for what is the server's
-business; here every caller is taken at their word. All methods are called on one event loop. Requests about runs are
-in ``run_requests.py``, what all requests have in common in ``intake.py``.
+A submit is answered as soon as its row is committed and never waits for other requests. Who may ask for what is the
+server's business. Each base model has a core with its driver; here requests become operations, results are looked up,
+and what an earlier server left is taken up. All methods are called on one event loop.
 """
 
 import asyncio
+import json
 import logging
 import secrets
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo
-from lorimer.errors import Busy
-from lorimer.scheduler import accepting, payloads, records
-from lorimer.scheduler.completions import Completion, CompletionLogs
-from lorimer.scheduler.intake import Accepted
+from lorimer.errors import Busy, Gone, InvalidInput, NotFound, Unsupported
+from lorimer.scheduler import events, journal, payloads
+from lorimer.scheduler.driver import Driver
+from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.loss_checks import check_loss
-from lorimer.scheduler.losses import loss_id
-from lorimer.scheduler.models import ModelScheduler, ServedModel
-from lorimer.scheduler.operation import Operation, Outcome, QueueState
+from lorimer.scheduler.losses import check_loss_id, loss_id
 from lorimer.scheduler.recovery import recover
+from lorimer.scheduler.results import Results
 from lorimer.scheduler.retention import sweep
-from lorimer.scheduler.run_requests import RunRequests
-from lorimer.scheduler.sampling import SampleOperation, sequence_ids
-from lorimer.scheduler.stats import SchedulerStats, take_stats
-from lorimer.scheduler.translate import estimated_tokens
+from lorimer.scheduler.runs import Operation, Outcome, QueueState
+from lorimer.scheduler.samples import Sample
+from lorimer.scheduler.stats import SchedulerStats, ServedModel, take_stats
+from lorimer.scheduler.translate import estimated_tokens, sequence_ids
+from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store import futures
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
+from lorimer.store.weights import Weights
+from lorimer.types.encoding import EncodedTraining
 
 log = logging.getLogger("lorimer.scheduler")
 
+MAX_RANK = 512
+"""The engine's own limit, known here so that a larger rank is refused immediately."""
 
-class Scheduler(RunRequests):
+
+@dataclass(frozen=True)
+class Accepted:
+    """The answer to a submit."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+
+
+class Scheduler:
     def __init__(
         self,
         store: Store,
@@ -46,101 +64,267 @@ class Scheduler(RunRequests):
         models: Mapping[str, EngineConfig],
         limits: SchedulerLimits | None = None,
     ) -> None:
-        super().__init__(store, directory, models, limits)
-        self.recorder.on_settled = self._settled
-        self.completions_log = CompletionLogs(store)
+        self.limits = limits or SchedulerLimits()
+        self.store, self.directory = store, directory
+        self.results = Results(FinishedSamples(store), self.limits.recent_result_bytes)
+        self.usage = UsageBuffer(store)
         self.known_losses: dict[str, payloads.CreateLoss] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.models: dict[str, Driver] = {}
+        """Those of ``models``, once the scheduler is started."""
+        self._configs = models
+        self._is_closing = False
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Take up what an earlier server left. Engines start when something needs them."""
         for name, config in self._configs.items():
-            self.models[name] = ModelScheduler(
-                name, config, self.directory, self.limits, self.recorder, self.known_losses
+            self.models[name] = Driver(
+                name, config, self.store, self.directory, self.limits, self.results, self.usage, self.known_losses
             )
         await recover(self)
 
     async def close(self, timeout: float = 30.0) -> None:
-        """Finish what is being computed, secure every run, end the engines."""
+        """Finish what is being computed, take a snapshot of every run, end the engines."""
         self._is_closing = True
-        self.recorder.close()
+        for driver in self.models.values():
+            driver.stop_waiting_for_storage()
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.gather(*self._submits, return_exceptions=True)
-                await asyncio.gather(*(model.close() for model in self.models.values()))
+                await asyncio.gather(*(driver.close() for driver in self.models.values()))
         except TimeoutError:
             log.warning("not everything could be finished in %.0f s; it is taken up at the next start", timeout)
-            await asyncio.gather(*(model.end() for model in self.models.values()))
-        for task in self._tasks:
-            task.cancel()
-        await self.notes.flush()
+            await asyncio.gather(*(driver.end() for driver in self.models.values()))
+        await self.usage.flush()
 
     async def sweep(self) -> None:
-        """Free what has expired."""
+        """Delete what has expired."""
         await sweep(self)
 
     def served_models(self) -> list[ServedModel]:
-        return [model.status() for model in self.models.values()]
+        return [driver.status() for driver in self.models.values()]
 
     def stats(self) -> SchedulerStats:
-        return take_stats(self.open.values(), self.models.values())
+        cores = [driver.core for driver in self.models.values()]
+        return take_stats(self.results.open.values(), cores, self.served_models())
 
     def start_engine(self, name: str) -> None:
-        self._model(name).slot.start()
+        self._driver(name).slot.start()
 
     async def model_info(self, name: str) -> ModelInfo:
-        return await self._model(name).info()
+        return await self._driver(name).info()
 
-    # ── losses ────────────────────────────────────────────────────────────────────────────────────────
+    # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def create_model(self, user: User, session: Session, request: types.CreateModelRequest) -> Accepted:
+        driver = self._driver(request.base_model)
+        lora = request.lora_config or types.LoraConfig(rank=32)
+        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+            raise InvalidInput("train_attn, train_mlp and train_unembed are all false; at least one is needed")
+        values = journal.RunValues(
+            base_model=request.base_model,
+            rank=check_rank(lora.rank),
+            seed=choose_seed(lora.seed),
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            user_metadata=metadata(request.user_metadata),
+            optimizer_type=request.optimizer_config.type,
+        )
+        return await self._create(user, session, driver, request.model_seq_id, values, payloads.CreateModel())
+
+    async def create_from_weights(
+        self, user: User, session: Session, request: types.LoadWeightsRequest, weights: Weights
+    ) -> Accepted:
+        """Create a run of the shape of saved weights, which begins with them."""
+        if request.model_seq_id is None:
+            raise InvalidInput("model_seq_id is missing; a new run needs one")
+        if request.base_model is not None and request.base_model != weights.base_model:
+            raise InvalidInput(f"base_model {request.base_model!r} is not that of the weights, {weights.base_model!r}")
+        check_optimizer_state(weights, request.optimizer)
+        values = journal.RunValues(
+            base_model=weights.base_model,
+            rank=weights.rank,
+            seed=choose_seed(None),
+            train_attn=weights.train_attn,
+            train_mlp=weights.train_mlp,
+            train_unembed=weights.train_unembed,
+            user_metadata=metadata(request.user_metadata),
+            optimizer_type=request.optimizer_config.type if request.optimizer_config else weights.optimizer_type,
+        )
+        payload = payloads.CreateModel(
+            path=request.path, weights_name=weights.name, optimizer=request.optimizer, answers_load=True
+        )
+        driver = self._driver(weights.base_model)
+        return await self._create(user, session, driver, request.model_seq_id, values, payload)
+
+    async def _create(
+        self,
+        user: User,
+        session: Session,
+        driver: Driver,
+        model_seq_id: int,
+        values: journal.RunValues,
+        payload: payloads.CreateModel,
+    ) -> Accepted:
+        self._check_active(session)
+        creation = Operation(
+            request_id=secrets.token_hex(16),
+            user_id=user.user_id,
+            session_id=session.session_id,
+            base_model=driver.name,
+            lane=f"{session.session_id}:models",
+            seq_id=model_seq_id,
+            kind="load_weights" if payload.answers_load else "create_model",
+            payload=payloads.encode_payload(payload),
+            reads=payload.weights_name,
+        )
+        accept = journal.AcceptRun(creation, session, values, self.limits.max_runs_per_session)
+        return await self._submit(driver, creation, events.CreateSubmitted(accept))
+
+    async def train(self, user: User, run: Run, request: EncodedTraining) -> Accepted:
+        if request.loss_fn == "custom":
+            check_loss_id(run.session_id, request.loss_fn_config.get("loss_id"))
+        kind = "forward" if request.forward_only else "forward_backward"
+        return await self._submit_to_run(
+            user, run, request.seq_id, kind, request.payload, request.tokens, request.payload_sha256
+        )
+
+    async def optim_step(
+        self, user: User, run: Run, seq_id: int, params: dict[str, float], optimizer_type: str = "adamw"
+    ) -> Accepted:
+        if optimizer_type != run.optimizer_type:
+            raise InvalidInput(f"the parameters are of {optimizer_type!r}; the run was made for {run.optimizer_type!r}")
+        return await self._submit_to_run(user, run, seq_id, "optim_step", payloads.OptimStep(params=params))
+
+    async def save_weights(
+        self,
+        user: User,
+        run: Run,
+        seq_id: int,
+        *,
+        kind: types.CheckpointType,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Accepted:
+        payload = payloads.Save(
+            checkpoint_kind=kind,
+            name=name,
+            expires_at=None if ttl_seconds is None else time.time() + ttl_seconds,
+            overwrite=overwrite,
+            user_metadata=user_metadata,
+        )
+        return await self._submit_to_run(user, run, seq_id, journal.SAVE_KINDS[kind], payload)
+
+    async def save_ephemeral(self, user: User, run: Run, seq_id: int, sampling_session_seq_id: int) -> Accepted:
+        payload = payloads.SaveEphemeral(sampling_session_seq_id=sampling_session_seq_id)
+        return await self._submit_to_run(user, run, seq_id, "save_weights_for_sampler", payload)
+
+    async def load_weights(
+        self, user: User, run: Run, seq_id: int, *, path: str, weights: Weights, optimizer: bool
+    ) -> Accepted:
+        check_fits(run, weights)
+        check_optimizer_state(weights, optimizer)
+        payload = payloads.Load(path=path, weights_name=weights.name, optimizer=optimizer)
+        return await self._submit_to_run(user, run, seq_id, "load_weights", payload)
+
+    async def _submit_to_run(
+        self,
+        user: User,
+        run: Run,
+        seq_id: int,
+        kind: str,
+        payload: payloads.AnyPayload | bytes,
+        tokens: int = 0,
+        payload_sha256: str = "",
+    ) -> Accepted:
+        operation = Operation(
+            request_id=secrets.token_hex(16),
+            user_id=user.user_id,
+            session_id=run.session_id,
+            base_model=run.base_model,
+            lane=run.model_id,
+            seq_id=check_seq_id(seq_id),
+            kind=kind,
+            tokens=tokens,
+            payload=payload if isinstance(payload, bytes) else payloads.encode_payload(payload),
+            payload_sha256=payload_sha256,
+            reads=payload.weights_name if isinstance(payload, payloads.Load) else None,
+        )
+        return await self._submit(self._driver(run.base_model), operation, events.Submitted(operation, run))
+
+    def known_run(self, model_id: str) -> Run | None:
+        """Return the row of a run that has something to do here; of others only the store knows."""
+        for driver in self.models.values():
+            if (run := driver.core.runs.get(model_id)) is not None:
+                return run.row
+        return None
+
+    async def reject(self, user: User, run: Run, seq_id: int, reason: str) -> None:
+        """Consume the seq_id of a submit that the server refuses with an error the client will not retry."""
+        operation = Operation(
+            request_id=secrets.token_hex(16),
+            user_id=user.user_id,
+            session_id=run.session_id,
+            base_model=run.base_model,
+            lane=run.model_id,
+            seq_id=seq_id,
+            kind="rejected",
+        )
+        if (driver := self.models.get(run.base_model)) is not None:
+            await self._submit(driver, operation, events.ConsumeSubmitted(operation, run, reason))
+        else:
+            await self.store.submit(journal.Consume(operation, run, reason).apply)
+
+    async def unload(self, user: User, run: Run) -> Accepted:
+        """Take an idle run out of memory; it comes back when it is used."""
+        operation = Operation(
+            request_id=secrets.token_hex(16),
+            user_id=user.user_id,
+            session_id=run.session_id,
+            base_model=run.base_model,
+            lane=f"{run.model_id}:unload",
+            seq_id=0,
+            kind="unload_model",
+        )
+        return await self._submit(self._driver(run.base_model), operation, events.UnloadSubmitted(operation, run))
+
+    # ── losses and samples ────────────────────────────────────────────────────────────────────────────
 
     async def create_loss(self, user: User, session: Session, request: types.CreateCustomLossRequest) -> Accepted:
-        """Have an uploaded loss checked; any engine can say whether it is in order."""
-        self._check_open(session)
+        """Have an uploaded loss checked, by any engine."""
+        self._check_active(session)
         payload = payloads.CreateLoss(
             loss_id=loss_id(session.session_id, request.custom_loss_seq_id),
             name=request.name,
             inputs=[(item.name, item.rank) for item in request.inputs],
             graph=request.graph.model_dump(),
         )
+        driver = self.loss_checker()
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
             session_id=session.session_id,
-            base_model=next(iter(self.models)),
+            base_model=driver.name,
             lane=f"{session.session_id}:losses",
             seq_id=request.custom_loss_seq_id,
             kind="create_custom_loss",
             payload=payloads.encode_payload(payload),
         )
-        return await self._surely(self._accept_loss(operation))
+        return await self._submit(driver, operation, events.Submitted(operation))
 
-    async def _accept_loss(self, operation: Operation) -> Accepted:
-        row, is_new = await self.store.write(accepting.accept_loss, operation, self.limits.max_losses_per_session)
-        if self._is_ours(operation, row, is_new):
-            self.check_loss(operation)
-        return Accepted(row.request_id)
-
-    def check_loss(self, operation: Operation) -> None:
-        """Have an engine check the loss, in the background."""
-        models = list(self.models.values())
-        task = asyncio.ensure_future(check_loss(operation, models, self.recorder, self.limits.max_engine_deaths))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # ── samples ───────────────────────────────────────────────────────────────────────────────────────
+    def loss_checker(self) -> Driver:
+        ready = [driver for driver in self.models.values() if driver.slot.is_ready]
+        return (ready or list(self.models.values()))[0]
 
     async def sample(
         self, user: User, sampler: SamplingSession, request: types.SampleRequest, encoded: bytes
     ) -> Accepted:
-        """The request and its JSON, as ``translate.encoded_sample`` gives them: with a seed."""
-        if self._is_closing:
-            raise Busy("the server is shutting down")
-        model = self._model(sampler.base_model)
-        model.sampling.check_room(user.user_id)
-        accepting.check_sample(request)
-        operation = SampleOperation(
+        """Submit a sample, given with its JSON as `translate.encoded_sample` returns both: with a seed."""
+        check_sample(request)
+        sample = Sample(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
             session_id=sampler.session_id,
@@ -151,75 +335,155 @@ class Scheduler(RunRequests):
             tokens=estimated_tokens(request.prompt),
             payload=payloads.encode_payload(payloads.Sample(request=encoded)),
             request=request,
-            sampler=sampler,
+            weights_id=sampler.weights_id,
+            model_id=sampler.model_id,
         )
-        return await self._surely(self._accept_sample(model, operation))
-
-    async def _accept_sample(self, model: ModelScheduler, operation: SampleOperation) -> Accepted:
-        row, is_new = await self.store.write(accepting.accept, operation)
-        operation.payload = b""
-        if self._is_ours(operation, row, is_new):
-            self.notes.sampler_used(operation.lane)
-            model.sampling.arrive(operation)
-        return Accepted(row.request_id, sample_sequence_ids=sequence_ids(row.request_id, operation.request.num_samples))
+        accepted = await self._submit(self._driver(sampler.base_model), sample, events.Submitted(sample))
+        return Accepted(accepted.request_id, sample_sequence_ids=sequence_ids(accepted.request_id, request.num_samples))
 
     async def cancel(self, request_id: str) -> None:
         """Give a sample up; other requests are carried out all the same."""
-        operation = self.open.get(request_id)
-        if isinstance(operation, SampleOperation):
-            await self._model(operation.sampler.base_model).sampling.cancel(operation)
+        operation = self.results.open.get(request_id)
+        if isinstance(operation, Sample):
+            self._driver(operation.base_model).post(events.Cancelled(request_id))
 
     async def completions(
         self, sampling_session_id: str, clone_id: int, prev_cursor: int, timeout: float, retrieved_ids: list[str]
     ) -> tuple[list[Completion], int]:
-        """What finished since ``prev_cursor``, waiting for the first if there is nothing yet."""
+        """Return what finished since ``prev_cursor``, waiting for the first if there is nothing yet."""
         if retrieved_ids:
-            for request_id in await self.store.write(records.release, sampling_session_id, retrieved_ids):
-                self.recorder.forget(request_id)
-        return await self.completions_log.after(sampling_session_id, clone_id, prev_cursor, timeout)
+            for request_id in await self.store.write(journal.release, sampling_session_id, retrieved_ids):
+                self.results.forget(request_id)
+        return await self.results.finished_samples.after(sampling_session_id, clone_id, prev_cursor, timeout)
 
     # ── how things stand ──────────────────────────────────────────────────────────────────────────────
 
     async def owner_of(self, request_id: str) -> str | None:
-        if (owner := self.recorder.owner(request_id)) is not None:
+        if (owner := self.results.owner(request_id)) is not None:
             return owner
         row = await self.store.read(futures.get, request_id)
         return None if row is None else row.user_id
 
     def recent(self, request_id: str) -> Outcome | None:
-        """How a request ended, if that was lately."""
-        if (outcome := self.recorder.recent(request_id)) is not None:
-            self.notes.fetched(request_id)
+        """Return how a request ended, if that was lately."""
+        if (outcome := self.results.recent(request_id)) is not None:
+            self.usage.fetched(request_id)
         return outcome
 
     async def wait(self, request_id: str, timeout: float) -> Outcome:
-        """How a request stands, after at most ``timeout`` seconds."""
+        """Return how a request stands, after at most ``timeout`` seconds."""
         if (recent := self.recent(request_id)) is not None:
             return recent
-        operation = self.open.get(request_id)
+        operation = self.results.open.get(request_id)
         if operation is None:
-            return await self._from_store(request_id)
-        if timeout > 0:
-            await asyncio.wait([operation.outcome], timeout=timeout)
-        if operation.outcome.done():
-            self.notes.fetched(request_id)
-            return operation.outcome.result()
-        return Outcome("pending", *self._queue_state(operation))
+            return await self._stored_outcome(request_id)
+        outcome = await self.results.wait(request_id, timeout)
+        if outcome is None:
+            return Outcome("pending", *self._queue_state(operation))
+        self.usage.fetched(request_id)
+        return outcome
 
-    async def _from_store(self, request_id: str) -> Outcome:
-        outcome = await self.store.read(records.recorded, request_id)
+    async def _stored_outcome(self, request_id: str) -> Outcome:
+        outcome = await self.store.read(journal.outcome_of, request_id)
         if outcome is None:
             return Outcome("gone", error=f"there is no request {request_id!r}; its result may have expired")
         if outcome.state == "done":
-            self.notes.fetched(request_id)
+            self.usage.fetched(request_id)
         return outcome
 
     def _queue_state(self, operation: Operation) -> tuple[QueueState, str]:
-        model = self.models.get(operation.base_model)
-        if model is None:
+        driver = self.models.get(operation.base_model)
+        if driver is None:
             return "paused_capacity", f"base model {operation.base_model!r} is not served; start the server with it"
-        return model.queue_state(operation)
+        return queue_state(driver, operation)
 
-    def _settled(self, operation: Operation, outcome: Outcome) -> None:
-        if isinstance(operation, SampleOperation):
-            self.completions_log.add(operation, outcome)
+    # ── what all submits share ────────────────────────────────────────────────────────────────────────
+
+    async def _submit(self, driver: Driver, operation: Operation, event: events.Event) -> Accepted:
+        if self._is_closing:
+            raise Busy("the server is shutting down")
+        admitted = await driver.submit(operation, event)
+        return Accepted(admitted.request_id, admitted.model_id)
+
+    def _check_active(self, session: Session) -> None:
+        if session.status != "active":
+            raise Gone(f"session {session.session_id} has ended; make a new one")
+
+    def _driver(self, name: str) -> Driver:
+        if name not in self.models:
+            raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
+        return self.models[name]
+
+
+def queue_state(driver: Driver, operation: Operation) -> tuple[QueueState, str]:
+    """Return why an operation is not finished, for people."""
+    slot, core = driver.slot, driver.core
+    if slot.state == "failed":
+        return "paused_capacity", f"the engine of {driver.name} has ended and is started again ({slot.error})"
+    if slot.state != "ready":
+        return "paused_capacity", f"the engine of {driver.name} is starting: {slot.stage or 'waiting for its turn'}"
+    if operation.kind == "sample":
+        sampling = core.sampling
+        return "active", f"{sampling.num_running} samples are running and {sampling.num_waiting} waiting"
+    run = core.runs.get(operation.lane)
+    if run is None:
+        return "active", f"{driver.name} is at work on it"
+    if run.phase == "absent" or run.is_leaving:
+        return "paused_capacity", f"the engine of {driver.name} holds as many runs as it can; this one waits for room"
+    if run.phase == "restoring":
+        return "paused_capacity", "the run is brought back into memory"
+    if run.replays:
+        return "paused_capacity", f"recovering: {len(run.replays)} operations done before the engine ended are repeated"
+    missing = run.lane.missing if run.lane is not None else None
+    if missing is not None and operation.seq_id > missing:
+        return "active", f"waiting for operation {missing} of this run, which has not arrived"
+    return "active", f"{core.num_open} operations of all runs are waiting or being computed"
+
+
+# ── what is checked before a request is committed ─────────────────────────────────────────────────────
+
+
+def check_seq_id(seq_id: int) -> int:
+    if not 1 <= seq_id < 2**31:
+        raise InvalidInput(f"seq_id is {seq_id}; 1 to 2**31 - 1 is accepted")
+    return seq_id
+
+
+def check_rank(rank: int) -> int:
+    if not 1 <= rank <= MAX_RANK:
+        raise InvalidInput(f"lora_config.rank is {rank}; 1 to {MAX_RANK} is accepted")
+    return rank
+
+
+def choose_seed(seed: int | None) -> int:
+    """Return the seed of a run's weights; it is chosen here, so that a replay begins with the same."""
+    if seed is None:
+        return secrets.randbits(62)
+    if not 0 <= seed < 2**63:
+        raise InvalidInput(f"lora_config.seed is {seed}; 0 to 2**63 - 1 is accepted")
+    return seed
+
+
+def metadata(values: dict[str, Any] | None) -> dict[str, str]:
+    """Return metadata as clients read it back: every value a string."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in (values or {}).items()}
+
+
+def check_optimizer_state(weights: Weights, optimizer: bool) -> None:
+    if optimizer and not weights.has_optimizer:
+        raise InvalidInput("these weights were saved for sampling and hold no optimizer state; load them without it")
+
+
+def check_fits(run: Run, weights: Weights) -> None:
+    for name in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
+        theirs, ours = getattr(weights, name), getattr(run, name)
+        if theirs != ours:
+            raise InvalidInput(f"the weights have {name} {theirs!r}, the run {ours!r}; make a new run from the weights")
+
+
+def check_sample(request: types.SampleRequest) -> None:
+    if request.record_stability_info:
+        raise Unsupported("record_stability_info is not supported: 'stable_reinforce', which needs it, is not")
+    for chunk in request.prompt.chunks:
+        if chunk.type not in ("encoded_text", "image"):
+            raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; accepted are text and images")

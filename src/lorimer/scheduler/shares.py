@@ -1,7 +1,8 @@
-"""What users share: the account of tokens by which they take turns, and limits of which each has a part."""
+"""What users share: accounts of tokens by which they take turns, and limits of which each has a part."""
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container
 
 
 class SharedLimit:
@@ -33,39 +34,57 @@ class SharedLimit:
             del self._held[user_id]
 
 
-class Shares:
-    """Tokens served by user. A user who comes after a pause starts level with the others, neither ahead nor behind."""
+class FairShare:
+    """Tokens served by user. A user who comes after a pause starts level with the others, neither ahead nor behind.
+
+    The level is the account of the user served last, so that no operation depends on how many users there are.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._open: Counter[str] = Counter()
+        self._level = 0.0
+        self._heap: list[tuple[float, str]] = []
+        """Accounts of users who wait; entries that no longer say what `served` says are passed over."""
 
     def enter(self, user_id: str) -> None:
-        """A request of the user waits from now on."""
+        """A request of the user is open from now on."""
         if not self._open[user_id]:
-            present = [self._served[user] for user in self._open if self._open[user]]
-            level = min(present) if present else max(self._served.values(), default=0.0)
-            self._served[user_id] = max(self._served.get(user_id, 0.0), level)
+            self._served[user_id] = max(self._served.get(user_id, 0.0), self._level)
         self._open[user_id] += 1
 
     def leave(self, user_id: str) -> None:
         self._open[user_id] -= 1
         if self._open[user_id] <= 0:
             del self._open[user_id]
+            if self._served.get(user_id, 0.0) <= self._level:
+                self._served.pop(user_id, None)
 
     def charge(self, user_id: str, tokens: float) -> None:
-        self._served[user_id] = self._served.get(user_id, 0.0) + tokens
+        self._served[user_id] = self.served(user_id) + tokens
+        self.offer(user_id)
 
     def served(self, user_id: str) -> float:
-        return self._served.get(user_id, 0.0)
+        return self._served.get(user_id, self._level)
 
-    def least_served(self, user_ids: Iterable[str]) -> str:
-        return min(user_ids, key=lambda user: (self.served(user), user))
+    def reach(self, level: float) -> None:
+        """The user with this account is being served."""
+        self._level = max(self._level, level)
+
+    def offer(self, user_id: str) -> None:
+        """Let `least_served` find the user."""
+        heapq.heappush(self._heap, (self.served(user_id), user_id))
+        if len(self._heap) > 64 + 4 * len(self._open):
+            self._heap = sorted({(self.served(user), user) for _, user in self._heap if self._open[user] > 0})
+
+    def least_served(self, candidates: Container[str]) -> str:
+        """Return the user with the lowest account of those that wait; each was offered."""
+        while True:
+            served, user = self._heap[0]
+            if user in candidates and served == self.served(user):
+                self.reach(served)
+                return user
+            heapq.heappop(self._heap)
 
     def num_open_of(self, user_id: str) -> int:
         return self._open.get(user_id, 0)
-
-    @property
-    def num_open(self) -> dict[str, int]:
-        """Unanswered requests by user."""
-        return dict(self._open)

@@ -1,139 +1,186 @@
-"""Secures runs in the background: when a replay would take long, when a run makes room for another, and at the end.
+"""Secures runs: when a replay would take long, when a run leaves the engine, and when the server closes.
 
-Before a snapshot takes the place of the one before it, that one is verified; it and the journal after it are kept until
-the next. So one snapshot that is torn or damaged makes a replay longer, and a run never has more than two.
+The stages of a `Saving`: *draining* (a run that leaves waits for its transactions), *saving* (the engine writes),
+*settling* (results of everything that the snapshot holds are committed), *verifying* (the snapshot before it),
+*committing*. Before a snapshot replaces the one before it, that one is verified; it and the journal after it are kept
+until the next. So a torn snapshot makes a replay longer and loses nothing, and a run never has more than two.
 """
 
-import asyncio
-import contextlib
-import logging
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 from lorimer.engine import messages
-from lorimer.errors import EngineDied, LorimerError, StorageError
-from lorimer.scheduler import records
-from lorimer.scheduler.commands import discard, snapshot_command
-from lorimer.scheduler.engines import EngineSlot
-from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.manifests import is_whole
-from lorimer.scheduler.recorder import Recorder
-from lorimer.scheduler.runs import RunState
-from lorimer.store.directory import DataDirectory
+from lorimer.errors import StorageError
+from lorimer.scheduler import journal, restoring
+from lorimer.scheduler.events import Discard, Report, Send, SnapshotReply, Verify
+from lorimer.scheduler.runs import Flight, Operation, RunState, Saving
 from lorimer.store.runs import Run
 
-log = logging.getLogger("lorimer.scheduler")
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
 
-_WORTH = 20.0
+WORTH = 20.0
 """A snapshot waits until the work it secures took this many times as long as the last snapshot."""
 
 
-class Snapshots:
-    def __init__(
-        self,
-        slot: EngineSlot,
-        directory: DataDirectory,
-        limits: SchedulerLimits,
-        recorder: Recorder,
-        on_room: Callable[[], None],
-    ) -> None:
-        self._slot, self._directory, self._limits, self._recorder = slot, directory, limits, recorder
-        self._on_room = on_room
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def consider(self, state: RunState) -> None:
-        """Begin a snapshot if one is due; called when an operation was answered."""
-        due = max(self._limits.snapshot_seconds, _WORTH * state.snapshot_cost)
-        if state.work_seconds >= due and state.phase == "loaded" and state.saving is None:
-            self._begin(state, self._save_and_report(state))
-
-    def park(self, state: RunState, *, is_forced: bool) -> None:
-        """Take a run out of the engine, also one that is used meanwhile if ``is_forced``; it comes back when needed."""
-        state.is_leaving = True
-        self._begin(state, self._park(state, is_forced))
-
-    def _begin(self, state: RunState, work: Coroutine[Any, Any, None]) -> None:
-        state.saving = task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-
-        def done(task: "asyncio.Task[None]") -> None:
-            self._tasks.discard(task)
-            state.saving, state.is_leaving = None, False
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("a run was not secured", exc_info=error, extra={"model_id": state.model_id})
-            self._on_room()
-
-        task.add_done_callback(done)
-
-    async def _park(self, state: RunState, is_forced: bool) -> None:
-        while state.recording:
-            await asyncio.wait(state.recording)
-        if state.work_seconds or state.run.resume_name is None:
-            await self._save_and_report(state)  # without one the journal still has it all, and is replayed
-        if state.phase != "loaded" or (state.operations and not is_forced):
-            return  # the engine is gone, or the run is needed after all
-        state.forget_engine()
-        with contextlib.suppress(LorimerError):
-            await self._slot.submit(messages.DropRun(request_id=f"drop:{state.model_id}", model_id=state.model_id))
-
-    async def _save_and_report(self, state: RunState) -> None:
-        try:
-            await self.save(state, state.sent_seq)
-        except (EngineDied, StorageError):
-            return  # laid out anew from the journal, or about to close
-        except Exception as error:
-            # The run goes on; only a replay would take longer. The next attempt comes after as much work again.
-            state.work_seconds = 0.0
-            log.error("no snapshot: %s", error, extra={"model_id": state.model_id})
-
-    async def save(self, state: RunState, seq_id: int) -> None:
-        """Write a snapshot of the run as the engine has it after ``seq_id``, the last number it was given."""
-        target = self._directory.new_snapshot_directory()
-        secured, state.work_seconds = state.work_seconds, 0.0
-        try:
-            saved = await self._slot.submit(snapshot_command(state.run, target))
-        except BaseException:
-            state.work_seconds += secured
-            await discard(self._directory, target)
-            raise
-        assert isinstance(saved, messages.StateResult)
-        state.snapshot_cost = saved.seconds
-        await settled(state, seq_id)
-        verified = await self.verified(state)
-        # From here on the run's row may name it, whatever becomes of the answer; a needless one goes at the next start.
-        self.adopt(
-            state, *await self._recorder.write(records.set_snapshot, state.model_id, seq_id, target.name, verified)
-        )
-
-    async def verified(self, state: RunState) -> str | None:
-        """The run's newest snapshot, if it can be fallen back on."""
-        name = state.run.newest_name
-        if name is None or await asyncio.to_thread(is_whole, self._directory.snapshots / name):
-            return name
-        log.warning("snapshot %s is damaged; the one before it is kept", name, extra={"model_id": state.model_id})
-        return None
-
-    def adopt(self, state: RunState, run: Run | None, obsolete: Iterable[str]) -> None:
-        """The run's row is ``run`` now, and names ``obsolete`` no more."""
-        if run is not None:
-            state.run = run
-        for name in obsolete:
-            task = asyncio.ensure_future(discard(self._directory, self._directory.snapshots / name))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def save_all(self, states: Iterable[RunState]) -> None:
-        """At the end: secure every run that has changed."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        changed = [state for state in states if state.phase == "loaded" and state.work_seconds]
-        await asyncio.gather(*(self._save_and_report(state) for state in changed))
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+def take_if_due(core: "Core", run: RunState) -> None:
+    due = max(core.limits.snapshot_seconds, WORTH * run.snapshot_cost)
+    is_free = run.phase == "loaded" and run.saving is None and run.loading is None
+    if run.work_seconds >= due and is_free and not core.is_closing:
+        begin(core, run, "due")
 
 
-async def settled(state: RunState, seq_id: int) -> None:
-    """Wait until the results of everything up to ``seq_id`` are on record, so that no replay is needed for them."""
-    open_ones = [op.outcome for seq, op in state.operations.items() if seq <= seq_id and op.is_accepted]
-    if open_ones:
-        await asyncio.wait(open_ones)
+def park(core: "Core", run: RunState, *, is_forced: bool) -> None:
+    """Take a run out of the engine, with ``is_forced`` even if operations wait for it; it comes back when needed."""
+    run.saving = Saving("park", is_forced)
+    core.touch(run)
+
+
+def begin(core: "Core", run: RunState, purpose: Literal["due", "creation", "close"]) -> None:
+    run.saving = Saving(purpose)
+    _save(core, run, run.saving)
+
+
+def advance(core: "Core", run: RunState) -> None:
+    saving = run.saving
+    if saving is None:
+        return
+    if saving.stage == "draining" and not (run.num_commits or run.running or run.loading):
+        if run.phase == "loaded" and (run.work_seconds or run.row.resume_name is None):
+            _save(core, run, saving)
+        else:
+            _end(core, run, saving)
+    elif saving.stage == "settling" and not run.has_open_before(saving.seq_id + 1):
+        saving.stage = "verifying"
+        if run.row.newest_name is None:
+            _commit(core, run, saving)
+        else:
+            core.emit(Verify(run.model_id, run.row.newest_name))
+
+
+def _save(core: "Core", run: RunState, saving: Saving) -> None:
+    """Have the engine write the run as it is after the last operation it was sent."""
+    saving.stage, saving.name = "saving", core.new_name()
+    saving.seq_id = 0 if saving.purpose == "creation" else run.sent_seq
+    saving.work_seconds, run.work_seconds = run.work_seconds, 0.0
+    core.emit(Send(save_command(core, run.model_id, saving.name), SnapshotReply(run.model_id, saving.name)))
+
+
+def replied(core: "Core", run: RunState, reply: messages.Result | Exception) -> None:
+    saving = run.saving
+    assert saving is not None
+    if isinstance(reply, Exception):
+        core.emit(Discard("snapshots", [saving.name]))
+        _failed(core, run, saving, reply)
+        return
+    assert isinstance(reply, messages.StateResult)
+    run.snapshot_cost = reply.seconds
+    saving.stage = "settling"
+    core.touch(run)
+
+
+def verified(core: "Core", run: RunState, name: str, is_whole: bool) -> None:
+    """The newest snapshot so far was checked."""
+    if not is_whole:
+        core.emit(Report("warning", f"snapshot {name} is damaged; the one before it is kept", run.model_id))
+    saving, load = run.saving, run.loading
+    if saving is not None and saving.stage == "verifying":
+        saving.verified = name if is_whole else None
+        _commit(core, run, saving)
+    elif load is not None and load.flight is not None and load.flight.is_verifying and not load.flight.is_committing:
+        load.flight.verified = name if is_whole else None
+        _commit_load(core, run, load, load.flight)
+
+
+def _commit(core: "Core", run: RunState, saving: Saving) -> None:
+    saving.stage = "committing"
+    core.commit(journal.SetSnapshot(run.model_id, saving.seq_id, saving.name, saving.verified), run)
+
+
+def committed(core: "Core", model_id: str, name: str, row: Run | None, obsolete: Iterable[str]) -> None:
+    run = core.runs[model_id]
+    adopt(core, run, row, obsolete)
+    if run.saving is not None and run.saving.name == name:
+        _end(core, run, run.saving)
+
+
+def adopt(core: "Core", run: RunState, row: Run | None, obsolete: Iterable[str]) -> None:
+    """The row of the run is ``row`` now, and names the ``obsolete`` snapshots no more."""
+    if row is not None:
+        run.row = row
+    if names := list(obsolete):
+        core.emit(Discard("snapshots", names))
+
+
+def commit_failed(core: "Core", run: RunState, name: str, error: Exception) -> None:
+    # The row may name the snapshot after all; one that nothing names is deleted at the next start.
+    if run.saving is not None and run.saving.name == name:
+        _failed(core, run, run.saving, error)
+
+
+def _failed(core: "Core", run: RunState, saving: Saving, error: Exception) -> None:
+    # The run goes on; only a replay would take longer. The next attempt comes after as much work again.
+    if saving.purpose == "creation":
+        run.saving = None
+        if run.restore is not None:
+            restoring.failed(core, run, run.restore.number, error)
+    else:
+        if not isinstance(error, StorageError):
+            core.report(f"no snapshot: {core.redact(str(error))}", run)
+        _end(core, run, saving)
+    core.touch(run)
+
+
+def _end(core: "Core", run: RunState, saving: Saving) -> None:
+    run.saving = None
+    if saving.purpose == "creation" and run.restore is not None:
+        restoring.loaded(core, run)
+    elif saving.purpose == "park" and run.phase == "loaded" and (saving.is_forced or not run.operations):
+        restoring.drop(core, run)  # without a snapshot the journal still has everything, and is replayed
+    core.touch(run)
+
+
+def engine_ended(core: "Core", run: RunState) -> None:
+    """The engine is gone: a snapshot that it had not finished never comes."""
+    saving = run.saving
+    if saving is None:
+        return
+    if saving.stage in ("draining", "saving"):
+        run.work_seconds += saving.work_seconds
+        run.saving = None
+        if saving.name:
+            core.emit(Discard("snapshots", [saving.name]))
+
+
+def advance_load(core: "Core", run: RunState) -> None:
+    """Commit a load, which ends with a snapshot: that must not overtake the results before it."""
+    load = run.loading
+    if load is None or load.status != "committing" or load.flight is None or load.flight.is_verifying:
+        return
+    if run.has_open_before(load.seq_id) or (run.saving is not None and run.saving.stage != "draining"):
+        return
+    load.flight.is_verifying = True
+    if run.row.newest_name is None:
+        _commit_load(core, run, load, load.flight)
+    else:
+        core.emit(Verify(run.model_id, run.row.newest_name))
+
+
+def _commit_load(core: "Core", run: RunState, load: Operation, flight: Flight) -> None:
+    flight.is_committing = True
+    core.commit(journal.FinishOperation(load, run.row, flight, core.weights, core.limits.max_stored_bytes), run)
+
+
+def cancel_load(core: "Core", run: RunState) -> None:
+    """The run leaves its engine: a load that is not being committed is computed again."""
+    load = run.loading
+    if load is None or load.status != "committing" or load.flight is None or load.flight.is_committing:
+        return
+    if load.flight.target is not None:
+        core.emit(Discard("snapshots", [load.flight.target]))
+    load.advance("held")
+    load.flight = None
+
+
+def save_command(core: "Core", model_id: str, name: str) -> messages.SaveState:
+    return messages.SaveState(request_id=f"snapshot:{name}", model_id=model_id, directory=str(core.snapshots / name))

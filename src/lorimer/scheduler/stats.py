@@ -1,12 +1,70 @@
-"""What there is to do, by user, kind and run: for people and for what watches the server."""
+"""How the scheduler stands, for metrics and people: queues by user and kind, rates, served models."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from lorimer.scheduler.models import ModelScheduler, ServedModel
-from lorimer.scheduler.operation import Operation
-from lorimer.scheduler.sampling import SampleOperation
+from lorimer.engine.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
+    from lorimer.scheduler.runs import Operation
+
+RATE_SECONDS = 60.0
+
+
+class TokenRate:
+    """Counts tokens, and how many a second there were in the last minute. The caller says what time it is."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._recent: deque[tuple[float, int]] = deque()
+        """When a piece of a second or more began, and its tokens."""
+
+    def add(self, num_tokens: int, now: float) -> None:
+        self.total += num_tokens
+        if self._recent and now - self._recent[-1][0] < 1.0:
+            began, tokens = self._recent.pop()
+            self._recent.append((began, tokens + num_tokens))
+        elif num_tokens:
+            self._forget(now)
+            self._recent.append((now, num_tokens))
+
+    def per_second(self, now: float) -> float:
+        """Return the rate over the last minute, or since the first token of it if that is less."""
+        self._forget(now)
+        if not self._recent:
+            return 0.0
+        return sum(tokens for _, tokens in self._recent) / max(1.0, now - self._recent[0][0])
+
+    def _forget(self, now: float) -> None:
+        while self._recent and now - self._recent[0][0] > RATE_SECONDS:
+            self._recent.popleft()
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """How a base model stands."""
+
+    name: str
+    state: Literal["idle", "starting", "ready", "failed"]
+    stage: str
+    info: ModelInfo | None
+    error: str
+    num_deaths: int
+    num_loaded_runs: int
+    num_loaded_samplers: int
+    num_open_operations: int
+    num_waiting_samples: int
+    num_running_samples: int
+    tokens_trained: int
+    tokens_sampled: int
+    training_rate: float
+    """Tokens in a second, over the last minute."""
+    sampling_rate: float
+    pid: int | None
+    """Of the engine's process."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +97,30 @@ class SchedulerStats:
         return _totals((entry.user_id, entry.num_requests) for entry in self.queued)
 
 
-def take_stats(unanswered: Iterable[Operation], models: Collection[ModelScheduler]) -> SchedulerStats:
-    """``unanswered`` are the requests on record; samples of callers who wait for them are not among those."""
+def take_stats(
+    unanswered: Iterable["Operation"], cores: Collection["Core"], models: list[ServedModel]
+) -> SchedulerStats:
+    """``unanswered`` are the journaled requests; direct samples are not among those."""
     requests: Counter[tuple[str, str, str]] = Counter()
     tokens: Counter[tuple[str, str, str]] = Counter()
     operations = [operation for operation in unanswered if operation.kind != "sample"]
-    runs = [state for model in models for state in model.training.runs.values()]
-    run_ids = {state.model_id for state in runs}
-    for operation in (*operations, *(sample for model in models for sample in model.sampling.unanswered)):
-        run_id = operation.lane if operation.lane in run_ids else ""
-        if isinstance(operation, SampleOperation):
-            run_id = operation.sampler.model_id or ""
-        key = operation.user_id, operation.kind, run_id
+    runs = [run for core in cores for run in core.runs.values()]
+    run_ids = {run.model_id for run in runs}
+    for operation in operations:
+        key = operation.user_id, operation.kind, operation.lane if operation.lane in run_ids else ""
         requests[key] += 1
         tokens[key] += operation.tokens
+    for sample in (sample for core in cores for sample in core.sampling.unanswered):
+        key = sample.user_id, sample.kind, sample.model_id or ""
+        requests[key] += 1
+        tokens[key] += sample.tokens
     return SchedulerStats(
         queued=[
             QueuedRequests(user_id, kind, count, tokens[user_id, kind, run_id], run_id or None)
             for (user_id, kind, run_id), count in sorted(requests.items())
         ],
-        operations_by_run={state.model_id: len(state.operations) for state in runs if state.operations},
-        models=[model.status() for model in models],
+        operations_by_run={run.model_id: len(run.operations) for run in runs if run.operations},
+        models=models,
     )
 
 

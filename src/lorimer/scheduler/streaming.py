@@ -1,30 +1,23 @@
-"""Samples of callers who wait for them: their tokens as they are drawn, and the result when all are there.
-
-They share the queue and the engine with other samples but are not on record: nobody can ask for them again once the
-caller has gone, so keeping them would cost two writes for nothing, and a caller that leaves ends its sample. When the
-engine dies, one whose tokens have been handed out fails, and any other is computed again. Use is recorded.
-"""
+"""Samples whose callers wait for them: their tokens as they are drawn, and the result when all are there."""
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
-from sqlalchemy import Connection
 
 from lorimer import types
 from lorimer.engine import messages
 from lorimer.errors import LorimerError
-from lorimer.scheduler.models import ModelScheduler
-from lorimer.scheduler.operation import Outcome
-from lorimer.scheduler.recorder import Recorder
-from lorimer.scheduler.sampling import AnySample
+from lorimer.scheduler import events
+from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.translate import estimated_tokens, with_seed
-from lorimer.store import usage
-from lorimer.store.usage import UsageItem, UsageKind
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.driver import Driver
 
 
 @dataclass(frozen=True)
@@ -40,72 +33,61 @@ class Piece:
 
 
 @dataclass(eq=False)
-class DirectSample(AnySample):
-    """A sample under way; ``close`` it in any case."""
+class DirectSample:
+    """A sample under way, from the side of its caller, who must ``close`` it in any case."""
 
-    weights: str | None = field(kw_only=True)
-    model: ModelScheduler = field(kw_only=True)
+    sample: Sample
+    driver: "Driver"
     answer: "asyncio.Future[types.SampleResponse]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    num_heard: int = 0
-    """Tokens handed out, or about to be."""
-    _heard: list[messages.SampleProgress] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _progress: list[messages.SampleProgress] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def weights_id(self) -> str | None:
-        return self.weights
+    def request_id(self) -> str:
+        return self.sample.request_id
 
     @property
-    def can_repeat(self) -> bool:
-        return not self.num_heard
+    def request(self) -> types.SampleRequest:
+        return self.sample.request
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.sample.tokens
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What was drawn since the last time, one piece for each sequence; ends with the sample or its error."""
-        while self._heard or not self.answer.done():
-            await self._news.wait()
-            self._news.clear()
-            heard, self._heard = self._heard, []
-            if heard:
-                yield merge(heard)
+        """Yield what was drawn since the last time, one piece for each sequence, until the sample ends."""
+        while self._progress or not self.answer.done():
+            await self._arrived.wait()
+            self._arrived.clear()
+            progress, self._progress = self._progress, []
+            if progress:
+                yield merge(progress)
         self.answer.result()
 
-    def hear(self, progress: messages.SampleProgress) -> None:
-        self._heard.append(progress)
-        self.num_heard += len(progress.tokens)
-        self._news.set()
+    def progress(self, progress: messages.SampleProgress) -> None:
+        self._progress.append(progress)
+        self._arrived.set()
 
-    def _answered(self, answer: "asyncio.Future[types.SampleResponse]") -> None:
-        self._news.set()
-        is_done = not answer.cancelled() and answer.exception() is None
-        self.settle(Outcome("done" if is_done else "failed"))
+    def resolve(self, result: types.SampleResponse | LorimerError) -> None:
+        if not self.answer.done():
+            if isinstance(result, LorimerError):
+                self.answer.set_exception(result)
+                self.answer.exception()  # the caller may have gone
+            else:
+                self.answer.set_result(result)
+        self._arrived.set()
 
     def close(self) -> None:
-        """Nobody waits any more: end the sample unless it has ended."""
-        self.model.sampling.listeners.pop(self.request_id, None)
-        if not self.answer.done() or self.answer.cancelled():
-            self.model.sampling.abandon(self)
-
-    async def finish(self, recorder: Recorder, response: types.SampleResponse, num_sampled: int) -> None:
-        if not self.answer.done():
-            self.answer.set_result(response)
-        await self._record(recorder, response.prompt_cache_hit_tokens, num_sampled)
-
-    async def fail(self, recorder: Recorder, error: LorimerError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-        if self.num_heard:
-            await self._record(recorder, 0, self.num_heard)
-
-    async def _record(self, recorder: Recorder, num_cached: int, num_sampled: int) -> None:
-        kinds: tuple[UsageKind, ...] = ("sampling_prefill", "sampling_prefill_cached", "sampling_sample")
-        counts = (max(0, self.tokens - num_cached), num_cached, num_sampled)
-        await recorder.write(_record_usage, self.user_id, self.base_model, list(zip(kinds, counts, strict=True)))
+        """Cancel the sample unless it has ended."""
+        if self.sample.request_id in self.driver.streams:
+            self.driver.post(events.Cancelled(self.sample.request_id))
 
 
 def start_sample(
-    model: ModelScheduler,
+    driver: "Driver",
     user_id: str,
     weights_id: str | None,
     request: types.SampleRequest,
@@ -113,35 +95,35 @@ def start_sample(
     grammar: str = "",
     stream: bool = False,
 ) -> DirectSample:
-    """Put a sample into the queue; with ``stream`` its tokens come in ``pieces``."""
-    model.sampling.check_room(user_id)
+    """Enqueue a sample; with ``stream`` its tokens come in ``pieces``. Raise `Busy` if the queue is full."""
+    if (error := driver.core.sampling.objection(user_id)) is not None:
+        raise error
     request = with_seed(request)
-    sample = DirectSample(
+    sample = Sample(
         request_id=secrets.token_hex(16),
         user_id=user_id,
         session_id="",
-        base_model=model.name,
+        base_model=driver.name,
         lane="",
         seq_id=0,
         kind="sample",
         tokens=estimated_tokens(request.prompt),
         request=request,
+        weights_id=weights_id,
         grammar=grammar,
-        weights=weights_id,
-        model=model,
+        is_direct=True,
+        is_streaming=stream,
     )
-    sample.answer.add_done_callback(sample._answered)
-    if stream:
-        model.sampling.listeners[sample.request_id] = sample.hear
-    model.sampling.arrive(sample)
-    return sample
+    direct = driver.streams[sample.request_id] = DirectSample(sample, driver)
+    driver.post(events.Submitted(sample))
+    return direct
 
 
-def merge(heard: Sequence[messages.SampleProgress]) -> list[Piece]:
-    """One piece for each sequence."""
+def merge(progress: Sequence[messages.SampleProgress]) -> list[Piece]:
+    """Return one piece for each sequence."""
     by_index: dict[int, list[messages.SampleProgress]] = {}
-    for progress in heard:
-        by_index.setdefault(progress.index, []).append(progress)
+    for one in progress:
+        by_index.setdefault(one.index, []).append(one)
     return [
         Piece(
             index,
@@ -160,8 +142,3 @@ def _topk(parts: list[messages.TopkLogprobs]) -> types.TopkLogprobs | None:
     return types.TopkLogprobs(
         np.concatenate([part.token_ids for part in parts]), np.concatenate([part.logprobs for part in parts])
     )
-
-
-def _record_usage(c: Connection, user_id: str, base_model: str, counts: list[tuple[UsageKind, int]]) -> None:
-    now = datetime.now(UTC)
-    usage.record(c, [UsageItem(user_id, None, None, base_model, kind, count, now) for kind, count in counts if count])

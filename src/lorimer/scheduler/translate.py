@@ -1,4 +1,4 @@
-"""Between what travels on the wire (``lorimer.types``) and what the engine is told (``engine.messages``)."""
+"""Translates between the wire (``lorimer.types``) and the engine's messages (``engine.messages``)."""
 
 import hashlib
 import math
@@ -10,17 +10,29 @@ from lorimer import types
 from lorimer.engine import messages
 from lorimer.engine.translation import engine_input
 from lorimer.errors import InvalidInput, TooLarge
+from lorimer.scheduler.runs import Operation
 from lorimer.types.encoding import EncodedTraining, encode_training_request
 from lorimer.types.tensors import TensorData
 
-_MOST_TARGETS = 2**24
-_TYPICAL_IMAGE_TOKENS = 256
+MAX_TARGETS = 2**24
+TYPICAL_IMAGE_TOKENS = 256
+
+
+def to_forward_backward(operation: Operation) -> messages.EncodedForwardBackward:
+    """Return the command of a training operation, whose payload is not needed any more."""
+    payload, operation.payload = operation.payload, b""
+    return messages.EncodedForwardBackward(
+        request_id=operation.request_id,
+        model_id=operation.lane,
+        payload=payload,
+        forward_only=operation.kind == "forward",
+    )
 
 
 def estimated_tokens(model_input: types.ModelInput) -> int:
     """The length of an input before a model has counted its images; exact where they say what they expect."""
     return sum(
-        _TYPICAL_IMAGE_TOKENS if isinstance(chunk, types.ImageChunk) and chunk.expected_tokens is None else chunk.length
+        TYPICAL_IMAGE_TOKENS if isinstance(chunk, types.ImageChunk) and chunk.expected_tokens is None else chunk.length
         for chunk in model_input.chunks
     )
 
@@ -101,14 +113,18 @@ def _check_targets(targets: TensorData) -> TensorData:
     if targets.dtype != "int64" or len(targets.dense_shape) != 2:
         shape = list(targets.dense_shape)
         raise InvalidInput(f"target_prompt_logprobs is {targets.dtype} of shape {shape}; int64 [length, K] is accepted")
-    if math.prod(targets.dense_shape) > _MOST_TARGETS:
+    if math.prod(targets.dense_shape) > MAX_TARGETS:
         shape = list(targets.dense_shape)
-        raise TooLarge(f"target_prompt_logprobs has shape {shape}; at most {_MOST_TARGETS} cells are accepted")
+        raise TooLarge(f"target_prompt_logprobs has shape {shape}; at most {MAX_TARGETS} cells are accepted")
     return targets
 
 
+def sequence_ids(request_id: str, num_samples: int) -> list[str]:
+    return [f"{request_id}:{index}" for index in range(num_samples)]
+
+
 def wire_sample_response(
-    result: messages.SampleResult, request: types.SampleRequest, sequence_ids: list[str]
+    result: messages.SampleResult, request: types.SampleRequest, request_id: str
 ) -> types.SampleResponse:
     sequences = [
         types.SampledSequence(
@@ -118,7 +134,7 @@ def wire_sample_response(
             logprobs_np=sequence.logprobs,
             topk_logprobs_np=_topk(sequence.topk_logprobs),
         )
-        for sequence, sequence_id in zip(result.sequences, sequence_ids, strict=True)
+        for sequence, sequence_id in zip(result.sequences, sequence_ids(request_id, request.num_samples), strict=True)
     ]
     alternatives = result.prompt_alt_tokens
     return types.SampleResponse(

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from lorimer import __version__
 from lorimer.errors import InvalidInput, LorimerError, ModelRefused
-from lorimer.scheduler.models import ServedModel
+from lorimer.scheduler.stats import ServedModel
 from lorimer.server.context import Context
 
 REFRESH_SECONDS = 0.2

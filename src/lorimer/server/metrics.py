@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lorimer.scheduler.models import ServedModel
-from lorimer.scheduler.stats import QueuedRequests, SchedulerStats
+from lorimer.scheduler.stats import QueuedRequests, SchedulerStats, ServedModel
 from lorimer.store.users import User
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

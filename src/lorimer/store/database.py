@@ -70,15 +70,23 @@ class Store:
 
     async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn(connection, ...)`` on the writing thread; its changes are committed when this returns."""
-        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._writer.submit(Job(_call(fn, args, kwargs), waiter))
-        return await waiter
+        return await self.submit(_call(fn, args, kwargs))
 
     async def read(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn(connection, ...)``, which only reads, on a reading thread. Sees all writes that have returned."""
+        return await self.submit_read(_call(fn, args, kwargs))
+
+    def submit(self, fn: Callable[[Connection], T]) -> "asyncio.Future[T]":
+        """`write` for callers that do not wait: the future is done when the changes are committed."""
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._readers.submit(Job(_call(fn, args, kwargs), waiter))
-        return await waiter
+        self._writer.submit(Job(fn, waiter))
+        return waiter
+
+    def submit_read(self, fn: Callable[[Connection], T]) -> "asyncio.Future[T]":
+        """`read` for callers that do not wait."""
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._readers.submit(Job(fn, waiter))
+        return waiter
 
     def write_now(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`write` for callers without an event loop; blocks."""

@@ -64,7 +64,7 @@ async def test_unknown_and_expired_futures_are_gone(server, ada):
     run_id = await ada.run()
     promise = await ada.submit(types.TrainingRequest(run_id, 1, [datum()], "cross_entropy", {}, True))
     await ada.result(promise)
-    server.context.scheduler.recorder.forget(promise["request_id"])
+    server.context.scheduler.results.forget(promise["request_id"])
     await server.context.store.write(release, [promise["request_id"]])
     response = await ada.post("retrieve_future", {"request_id": promise["request_id"]})
     assert response.status_code == 410

@@ -1,5 +1,7 @@
 """Mistakes that servers of this kind have made: weights that get mixed up, replaced or rolled back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,8 @@ async def scores(client, sampler_id, seq_id):
 
 async def test_many_samplers_with_room_for_two_keep_their_weights(server, ada, monkeypatch):
     """Sampling what was put out of memory is slower, never an error or other weights; training goes on untouched."""
-    monkeypatch.setattr(server.context.scheduler.models[MODEL].sampling.pool, "_most", 2)
+    core = server.context.scheduler.models[MODEL].core
+    monkeypatch.setattr(core, "limits", replace(core.limits, max_loaded_samplers=2))
     run_id = await ada.run()
     samplers, first = [], []
     for number in range(5):

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from lorimer import types
 from lorimer.errors import LorimerError, NotFound
-from lorimer.scheduler.models import ServedModel
+from lorimer.scheduler.stats import ServedModel
 from lorimer.server.bodies import decode, decode_data
 from lorimer.server.body_limits import small_limits
 from lorimer.server.context import context_of, key_of, user_of

@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer import __version__
-from lorimer.scheduler.models import ServedModel
-from lorimer.scheduler.stats import QueuedRequests
+from lorimer.scheduler.stats import QueuedRequests, ServedModel
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.replies import reply

@@ -7,7 +7,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from lorimer.scheduler.intake import Accepted
+from lorimer.scheduler.scheduler import Accepted
 
 
 def reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Response:

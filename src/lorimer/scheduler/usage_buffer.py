@@ -1,4 +1,4 @@
-"""Small facts that are written together, a little later: what was fetched, which runs and samplers were used."""
+"""Collects which results were fetched and which runs and samplers were used, and writes them together once a second."""
 
 import asyncio
 import logging
@@ -7,17 +7,17 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection
 
 from lorimer.errors import StorageError
-from lorimer.scheduler.recorder import Recorder
 from lorimer.store import futures, runs, samplers
+from lorimer.store.database import Store
 
 log = logging.getLogger("lorimer.scheduler")
 
-_SECONDS = 1.0
+WRITE_SECONDS = 1.0
 
 
-class Notes:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+class UsageBuffer:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._fetched: dict[str, datetime] = {}
         self._runs: dict[str, datetime] = {}
         self._samplers: dict[str, datetime] = {}
@@ -38,7 +38,7 @@ class Notes:
 
     def _schedule(self) -> None:
         if self._timer is None and self._writing is None:
-            self._timer = asyncio.get_running_loop().call_later(_SECONDS, self._begin)
+            self._timer = asyncio.get_running_loop().call_later(WRITE_SECONDS, self._begin)
 
     def _begin(self) -> None:
         self._timer = None
@@ -57,15 +57,15 @@ class Notes:
         used_runs, self._runs = self._runs, {}
         used_samplers, self._samplers = self._samplers, {}
         try:
-            await self._recorder.write(_write_notes, fetched, used_runs, used_samplers)
+            await self._store.write(_write, fetched, used_runs, used_samplers)
         except StorageError as error:
-            log.warning("what was used last is not noted: %s", error)
+            log.warning("the last use of runs and samplers was not stored: %s", error)
         self._writing = None
         if self._fetched or self._runs or self._samplers:
             self._schedule()
 
 
-def _write_notes(
+def _write(
     c: Connection, fetched: dict[str, datetime], used_runs: dict[str, datetime], used_samplers: dict[str, datetime]
 ) -> None:
     futures.mark_fetched(c, fetched)

@@ -1,4 +1,4 @@
-"""Which samples of a sampling session have finished, in order: for clients that ask for all of theirs at once.
+"""Which samples of a sampling session have finished, in order: for clients that ask for all of theirs in one call.
 
 The cursor is a time in microseconds that never repeats, so it still rises after a restart; what had finished before
 is then listed once more, and clients pass over what they have.
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lorimer.scheduler.operation import Operation, Outcome
+from lorimer.scheduler.runs import Operation, Outcome
 from lorimer.store import futures
 from lorimer.store.database import Store
 
@@ -43,7 +43,7 @@ class _Log:
             del self.entries[first]
 
 
-class CompletionLogs:
+class FinishedSamples:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._logs: dict[tuple[str, int], _Log] = {}
@@ -56,7 +56,7 @@ class CompletionLogs:
     async def after(
         self, sampling_session_id: str, clone_id: int, prev_cursor: int, timeout: float
     ) -> tuple[list[Completion], int]:
-        """Entries after the cursor, at once or when there are some, and the new cursor."""
+        """Return the entries after the cursor, waiting for the first, and the new cursor."""
         key = (sampling_session_id, clone_id)
         log = self._logs.get(key)
         if log is None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lorimer.scheduler.lanes import Lane
-from lorimer.scheduler.operation import Operation
-from lorimer.scheduler.residents import Exchange, leaving_runs
-from lorimer.scheduler.runs import RunState
+from lorimer.scheduler import restoring
+from lorimer.scheduler.events import Expired
+from lorimer.scheduler.policies import Eviction, runs_to_evict
+from lorimer.scheduler.runs import Lane, Operation, RunState
 from lorimer.store.runs import NO_SNAPSHOT, Run
 from lorimer.store.values import utc_now
 from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
@@ -14,7 +14,7 @@ from tests.scheduler.service import service
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NOW = 1000.0
-NEVER = Exchange()
+NEVER = Eviction()
 ROW = {
     "session_id": "s",
     "user_id": "u",
@@ -38,13 +38,13 @@ def held(name, *, loaded=0.0, used=NOW, busy=True, **values):
     values = {"phase": "loaded", "has_had_turn": True, "lane": Lane()} | values
     state = RunState(Run(model_id=name, **ROW), loaded_at=loaded, last_used=used, **values)
     if busy:
-        state.operations[1] = Operation("r", "u", "s", "debug", name, 1, "forward_backward")
+        state.operations[1] = Operation("r", "u", "s", "debug", name, 1, "forward_backward", status="held")
         state.lane.add(state.operations[1])
     return state
 
 
 def leaving(*states, wanted=1, most=30.0, last=NEVER):
-    return [state.model_id for state in leaving_runs(states, wanted, NOW, most, last)]
+    return [state.model_id for state in runs_to_evict(states, wanted, NOW, most, last)]
 
 
 async def test_those_whose_clients_are_away_leave_first_the_longest_unused_before_others():
@@ -65,7 +65,7 @@ async def test_busy_runs_stay_as_long_as_moving_them_was_worth():
     def num_leaving(seconds, cost, num_moved=4, wanted=4):
         """How many leave so long after others had to."""
         runs = [held(f"run {n}", loaded=NOW - 90, snapshot_cost=cost) for n in range(6)]
-        return len(leaving(*runs, wanted=wanted, last=Exchange(NOW - seconds, num_moved)))
+        return len(leaving(*runs, wanted=wanted, last=Eviction(NOW - seconds, num_moved)))
 
     assert num_leaving(0.9, 0.0) == 0  # a moment in any case
     assert num_leaving(1.1, 0.0) == 4
@@ -91,12 +91,13 @@ async def test_a_run_does_not_leave_before_it_had_a_turn_nor_twice():
 async def test_a_run_that_had_to_leave_waits_behind_those_that_wait_already():
     """Whose operations are older does not count: a client that has submitted much would keep all others out."""
     first, second = held("first"), held("second", phase="absent")
+    first.operations[1].received, second.operations[1].received = NOW - 9, NOW - 5
     assert first.waiting_since < second.waiting_since
-    first.forget_engine()
+    first.leave_engine(NOW)
     assert second.waiting_since < first.waiting_since
     on_its_way = held("on its way", phase="restoring")
     received = on_its_way.waiting_since
-    on_its_way.forget_engine()  # as when the engine ends: it had no turn yet
+    on_its_way.leave_engine(NOW)  # as when the engine ends: it had no turn yet
     assert on_its_way.waiting_since == received
 
 
@@ -118,21 +119,21 @@ async def test_runs_that_wait_take_turns_with_those_in_memory(crowded, monkeypat
     runs = [await crowded.create(user, session, number) for number in range(1, 6)]
     for run in runs:
         await crowded.park(user, run)
-    training = crowded.training
-    loads, restore = [], training._restorer.restore
+    loads, begin = [], restoring.begin
 
-    def recording(state):
-        waiting = {other.model_id for other in training.runs.values() if other.phase == "absent" and other.has_work}
+    def recording(core, state):
+        others = [other for other in core.runs.values() if other is not state]
+        waiting = {other.model_id for other in others if other.phase == "absent" and other.has_work}
         loads.append((state.model_id, waiting))
-        return restore(state)
+        begin(core, state)
 
-    monkeypatch.setattr(training._restorer, "restore", recording)
+    monkeypatch.setattr(restoring, "begin", recording)
     last = []
-    with monkeypatch.context() as nothing_is_sent:
-        nothing_is_sent.setattr(type(crowded.slot), "is_ready", property(lambda slot: False))
-        for run in runs:  # the first has all its operations in the queue before the second has any
-            last.append([await submit(crowded, user, run, seq_id) for seq_id in range(1, 3 * STEPS + 1)][-1])
-    training.pump()
+    crowded.core.is_ready = False
+    for run in runs:  # the first has all its operations in the queue before the second has any
+        last.append([await submit(crowded, user, run, seq_id) for seq_id in range(1, 3 * STEPS + 1)][-1])
+    crowded.core.is_ready = True
+    crowded.driver.post(Expired())
     for accepted in last:
         await crowded.done(accepted)
     assert [run for run, _ in loads[:5]] == [run.model_id for run in runs]
@@ -143,7 +144,7 @@ async def test_runs_that_wait_take_turns_with_those_in_memory(crowded, monkeypat
 
 
 async def test_a_run_keeps_its_place_between_two_steps_and_leaves_when_its_client_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("lorimer.scheduler.residents._LEAST_SECONDS", 6000.0)
+    monkeypatch.setattr("lorimer.scheduler.policies.MIN_RESIDENCE_SECONDS", 6000.0)
     async with service(tmp_path / "data", max_loaded_runs=1, residence_seconds=6000.0) as opened:
         user, session = await opened.session()
         busy, other = [await opened.create(user, session, number) for number in range(2)]
@@ -153,5 +154,5 @@ async def test_a_run_keeps_its_place_between_two_steps_and_leaves_when_its_clien
             await opened.done(await opened.train(user, busy, seq_id))
             assert (await opened.outcome(waiting, timeout=0)).state == "pending"
         await opened.done(waiting)
-        phases = {model_id: state.phase for model_id, state in opened.training.runs.items()}
+        phases = {model_id: state.phase for model_id, state in opened.runs.items()}
         assert phases[other.model_id] == "loaded"

@@ -1,0 +1,688 @@
+"""The scheduler of one engine: decides what is committed, computed and answered, and in what order.
+
+`Core.handle` takes the events of one turn of the loop and returns the effects they call for. It is synchronous, does no
+I/O, reads no clock and takes no callbacks: `driver.py` carries events in and performs effects. Sampling is in
+``samples.py``, bringing runs into the engine in ``restoring.py``, securing them in ``snapshots.py``, and what to do
+next in ``policies.py``. The cost of an event does not depend on the number of runs that have nothing to do with it.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lorimer.engine import messages
+from lorimer.errors import (
+    Busy,
+    Cancelled,
+    CheckpointError,
+    EngineDied,
+    EngineError,
+    Gone,
+    InvalidInput,
+    LorimerError,
+    StorageError,
+)
+from lorimer.scheduler import events, journal, policies, restoring, snapshots
+from lorimer.scheduler.batching import Turn
+from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
+from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.scheduler.losses import LossChecks
+from lorimer.scheduler.payloads import AnyPayload, Load, OptimStep, Save, SaveEphemeral, decode_payload
+from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState
+from lorimer.scheduler.samples import Sample, Sampling
+from lorimer.scheduler.shares import FairShare, SharedLimit
+from lorimer.scheduler.stats import TokenRate
+from lorimer.store.futures import FutureRow, FutureState
+from lorimer.store.runs import Run
+
+
+@dataclass
+class SentTurn:
+    """A turn with the engine."""
+
+    operations: list[Operation]
+    unanswered: dict[Flight, Operation] = field(default_factory=dict)
+
+
+class Core:
+    def __init__(self, name: str, limits: SchedulerLimits, weights: Path, snapshots: Path, seed: int) -> None:
+        """``seed`` makes the names of the directories that engines write; they must never repeat."""
+        self.name, self.limits = name, limits
+        self.weights, self.snapshots = weights, snapshots
+        self.now = 0.0
+        self.engine = 0
+        """How many engines have ended; tells replies of an earlier one apart."""
+        self.is_ready = self.is_starting = False
+        self.token_budget = 0
+        self.runs: dict[str, RunState] = {}
+        """Those in the engine, and those with something to do."""
+        self.held: dict[str, RunState] = {}
+        """Those restoring or loaded."""
+        self.waiting = policies.WaitingRuns()
+        self.open: dict[str, Operation] = {}
+        """Committed requests that are not answered, by request_id."""
+        self.turns: list[SentTurn] = []
+        """With the engine, in the order they were sent."""
+        self.turn_began = 0.0
+        self.fair = FairShare()
+        self.trained = TokenRate()
+        self.open_bytes = SharedLimit(limits.max_open_bytes)
+        self.num_open = 0
+        self.sampling = Sampling(self)
+        self.losses = LossChecks(self)
+        self.suspects: list[Operation | RunState] = []
+        self.last_eviction = policies.Eviction()
+        self.is_evict_timer_set = False
+        self.is_closing = self.is_closed = self.is_drain_over = False
+        self._effects: list[Effect] = []
+        self._touched: dict[RunState, None] = {}
+        self._commits: dict[journal.Transaction, RunState | None] = {}
+        self._names = random.Random(seed)
+
+    def handle(self, happened: Iterable[Event], now: float) -> list[Effect]:
+        """Take in what happened, decide what to do next, and return it in the order it must be done."""
+        self.now = now
+        for event in happened:
+            self._dispatch(event)
+        self._settle()
+        for policy in policies.POLICIES:
+            policy(self)
+            self._settle()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _dispatch(self, event: Event) -> None:  # noqa: C901 (one case for each event)
+        match event:
+            case events.Submitted(operation=Sample() as sample):
+                self.sampling.submit(sample)
+            case events.Submitted(operation=operation, run=None):
+                self.losses.submit(operation)
+            case events.Submitted(operation=operation, run=Run() as row):
+                self._submit(operation, row)
+            case events.CreateSubmitted(transaction=transaction):
+                self.commit(transaction)
+            case events.UnloadSubmitted(operation=operation, run=row):
+                self.commit(journal.AcceptUnload(operation, row.model_id))
+            case events.ConsumeSubmitted(operation=operation, run=row, reason=reason):
+                self.commit(journal.Consume(operation, row, reason), self.runs.get(row.model_id))
+            case events.Recovered():
+                self._recover(event)
+            case events.Committed(transaction=transaction, result=result):
+                self._end_commit(transaction)
+                self._committed(transaction, result)
+            case events.CommitFailed(transaction=transaction, error=error):
+                self._end_commit(transaction)
+                self._commit_failed(transaction, error)
+            case events.Replied(to=to, reply=reply):
+                self._replied(to, reply)
+            case events.EngineReady(info=info):
+                self.is_ready, self.is_starting, self.token_budget = True, False, info.token_budget
+            case events.EngineEnded(reason=reason, is_final=is_final):
+                self._engine_ended(reason, is_final)
+            case events.TimerFired(timer=timer):
+                self._timer_fired(timer)
+            case events.Cancelled(request_id=request_id):
+                self.sampling.cancel(request_id)
+            case events.Streamed(request_id=request_id, num_tokens=num_tokens):
+                self.sampling.streamed(request_id, num_tokens)
+            case events.Verified(model_id=model_id, name=name, is_whole=is_whole):
+                if (run := self.runs.get(model_id)) is not None:
+                    snapshots.verified(self, run, name, is_whole)
+            case events.Expired(model_ids=model_ids):
+                self._expire(model_ids)
+            case events.Closing():
+                self.is_closing = True
+                self.emit(events.SetTimer(events.Timer("drain"), policies.DRAIN_SECONDS))
+
+    # ── effects ───────────────────────────────────────────────────────────────────────────────────────
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def commit(self, transaction: journal.Transaction, run: RunState | None = None) -> None:
+        """Have a transaction committed; ``run`` is not restored from its journal before that ends."""
+        self._commits[transaction] = run
+        if run is not None:
+            run.num_commits += 1
+        self.emit(Commit(transaction))
+
+    def _end_commit(self, transaction: journal.Transaction) -> None:
+        run = self._commits.pop(transaction)
+        if run is not None:
+            run.num_commits -= 1
+            self.touch(run)
+
+    @property
+    def is_committing(self) -> bool:
+        return bool(self._commits)
+
+    def report(self, message: str, run: RunState, error: BaseException | None = None) -> None:
+        self.emit(Report("error", message, run.model_id, error))
+
+    def new_name(self) -> str:
+        """Return a name for a directory; it never repeats."""
+        return self._names.randbytes(16).hex()
+
+    def touch(self, run: RunState) -> None:
+        """Look at a run again before this turn of the loop ends; it may be able to go on."""
+        self._touched[run] = None
+
+    def _settle(self) -> None:
+        """Let every run that changed go on as far as it can, and index it anew."""
+        while self._touched:
+            run = next(iter(self._touched))
+            del self._touched[run]
+            for step in policies.RUN_STEPS:
+                step(self, run)
+            is_held = run.phase in ("loaded", "restoring")
+            if is_held:
+                self.held[run.model_id] = run
+            else:
+                self.held.pop(run.model_id, None)
+            self.waiting.update(run, run.phase == "absent" and run.has_work and run.retry_at <= self.now)
+
+    # ── accepting operations of runs ──────────────────────────────────────────────────────────────────
+
+    def run_of(self, row: Run) -> RunState:
+        run = self.runs.get(row.model_id)
+        if run is None:
+            run = self.runs[row.model_id] = RunState(row, self.now)
+            if row.corrupted:
+                run.error = row.corrupted
+                run.enter("corrupted")
+        return run
+
+    def _submit(self, operation: Operation, row: Run) -> None:
+        run = self.run_of(row)
+        if (error := self._objection(run, operation)) is not None:
+            self.emit(Refuse(operation, error))
+            return
+        operation.received = self.now
+        # From here on a run that is being restored knows that this seq_id is about to be committed.
+        run.operations.setdefault(operation.seq_id, operation)
+        self.commit(journal.Accept(operation, run.has_passed(operation.seq_id), self.limits.max_stored_bytes))
+
+    def _objection(self, run: RunState, operation: Operation) -> LorimerError | None:
+        limits = self.limits
+        if self.is_closing:
+            return Busy("the server is shutting down")
+        if run.phase == "corrupted":
+            return InvalidInput(run.error)
+        if len(run.operations) >= limits.max_open_operations:
+            return Busy(f"run {run.model_id} has {len(run.operations)} unfinished operations; wait for some of them")
+        waiting, user_id = self.open_bytes, operation.user_id
+        is_first = not waiting.held_by(user_id) and waiting.held + operation.size <= 2 * waiting.total
+        if waiting.held and not is_first and not waiting.has_room(user_id, operation.size):
+            return Busy(
+                f"operations of {waiting.held} bytes are waiting for {self.name}, {waiting.held_by(user_id)} bytes of "
+                f"them yours; {waiting.total} bytes are shared by its users (max_open_bytes): try again in a moment"
+            )
+        return None
+
+    def adopts(self, operation: Operation, row: FutureRow, is_new: bool) -> bool:
+        """Return whether ``operation`` is to carry out the row just committed.
+
+        So is a row that nobody carries out: its first submit was answered with an error although it was committed.
+        """
+        if not is_new and (row.state != "queued" or row.request_id in self.open):
+            return False
+        operation.request_id = row.request_id
+        self.open[row.request_id] = operation
+        return True
+
+    def _accepted(self, operation: Operation, row: FutureRow, is_new: bool) -> None:
+        run = self.runs[operation.lane]
+        if self.adopts(operation, row, is_new):
+            self._arrive(run, operation)
+        else:
+            self._withdraw(operation)
+        self.emit(Admit(operation, row.request_id, operation.lane))
+
+    def _withdraw(self, operation: Operation) -> None:
+        """Forget an operation that was not accepted."""
+        run = self.runs.get(operation.lane)
+        if run is not None and operation.status == "received" and run.operations.get(operation.seq_id) is operation:
+            del run.operations[operation.seq_id]
+            self.touch(run)
+
+    def _arrive(self, run: RunState, operation: Operation) -> None:
+        run.last_used = self.now
+        self._count(operation)
+        is_in_time = run.accept(operation)
+        if run.phase == "corrupted":
+            self.fail(operation, InvalidInput(run.error))
+        elif not is_in_time:
+            self.fail(operation, late(operation))
+        self.touch(run)
+
+    def _count(self, operation: Operation) -> None:
+        self.fair.enter(operation.user_id)
+        self.open_bytes.take(operation.user_id, operation.size)
+        self.num_open += 1
+
+    def _recover(self, event: events.Recovered) -> None:
+        """Take an operation that an earlier server had accepted."""
+        operation = event.operation
+        operation.received = self.now
+        self.open[operation.request_id] = operation
+        if isinstance(operation, Sample):
+            self.sampling.arrive(operation)
+        elif event.run is None:
+            self.losses.arrive(operation)
+        else:
+            run = self.run_of(event.run)
+            operation.advance("held")
+            if event.is_creation:
+                run.creation = operation
+            else:
+                run.operations[operation.seq_id] = operation
+                self._count(operation)
+            self.touch(run)
+
+    # ── sending ───────────────────────────────────────────────────────────────────────────────────────
+
+    def send_turn(self, turn: Turn) -> None:
+        """Send a turn to the engine, all of it before anything else."""
+        if not self.turns:
+            self.turn_began = self.now
+        sent = SentTurn(turn.operations)
+        self.turns.append(sent)
+        undecodable: list[tuple[Operation, Flight, Exception]] = []
+        for operation in turn.barriers:
+            try:
+                payload = decode_payload(operation.payload)
+            except Exception as error:
+                undecodable.append((operation, self._take(sent, operation, Flight()), error))
+            else:
+                commands, target = barrier_commands(self, operation, payload)
+                to = events.OperationReply(
+                    operation, self._take(sent, operation, Flight(len(commands), payload, target))
+                )
+                for command in commands:
+                    self.emit(Send(command, to))
+        for operation in turn.training:
+            self._take(sent, operation, Flight())
+        if turn.training:
+            self.emit(events.SendBatch(turn.training))
+        for operation, flight, reason in undecodable:
+            self._replied(events.OperationReply(operation, flight), reason)
+
+    def _take(self, sent: SentTurn, operation: Operation, flight: Flight) -> Flight:
+        self.runs[operation.lane].send(operation, flight, self.now)
+        sent.unanswered[flight] = operation
+        if not operation.is_replay:
+            self.fair.charge(operation.user_id, operation.cost)
+        return flight
+
+    # ── replies ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _replied(self, to: events.ReplyTo, reply: messages.Result | Exception) -> None:
+        if isinstance(reply, EngineDied):
+            return  # `EngineEnded` follows, and sets everything back
+        match to:
+            case events.OperationReply(operation=operation, flight=flight):
+                flight.replies.append(reply)
+                if flight.is_complete and operation.flight is flight:
+                    self._complete(operation, flight)
+                elif flight.is_complete:
+                    self._discard_stale(flight)
+            case events.RestoreReply(model_id=model_id, restore=number):
+                run = self.runs.get(model_id)
+                if run is not None and run.restore is not None and run.restore.number == number:
+                    restoring.replied(self, run, reply)
+            case events.SnapshotReply(model_id=model_id, name=name):
+                run = self.runs.get(model_id)
+                if run is not None and run.saving is not None and run.saving.name == name:
+                    snapshots.replied(self, run, reply)
+                else:
+                    self.emit(Discard("snapshots", [name]))
+            case events.SamplerReply(engine=engine, name=name):
+                if engine == self.engine:
+                    self.sampling.sampler_loaded(name, reply)
+
+    def _discard_stale(self, flight: Flight) -> None:
+        """Delete what the engine wrote for an operation that is not in this flight any more."""
+        self._account(flight)
+        if flight.target is not None:
+            self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
+
+    def _complete(self, operation: Operation, flight: Flight) -> None:
+        """Take the engine's last reply to an operation."""
+        if isinstance(operation, Sample):
+            self.sampling.complete(operation, flight)
+            return
+        if operation.kind == "create_custom_loss":
+            self.losses.complete(operation, flight)
+            return
+        run = self.runs[operation.lane]
+        run.running.discard(operation)
+        self._account(flight)
+        is_published = isinstance(flight.payload, SaveEphemeral) and not isinstance(flight.replies[0], Exception)
+        if is_published and flight.target is not None:
+            self.sampling.published(flight.target)
+        if flight.error is not None:
+            self._refuse(run, operation, flight, flight.error)
+        elif operation.is_replay:
+            operation.advance("done")
+            run.end_load(operation)
+        else:
+            operation.advance("committing")
+            if operation.kind != "load_weights":  # it ends with a snapshot; `snapshots.advance_load` commits it
+                self.commit(
+                    journal.FinishOperation(operation, run.row, flight, self.weights, self.limits.max_stored_bytes), run
+                )
+        self.touch(run)
+
+    def _account(self, flight: Flight) -> None:
+        """Charge a turn's time to its runs once all of it is answered."""
+        for turn in self.turns:
+            turn.unanswered.pop(flight, None)
+        done = [turn for turn in self.turns if not turn.unanswered]
+        if not done:
+            return
+        self.turns = [turn for turn in self.turns if turn.unanswered]
+        answered = [operation for turn in done for operation in turn.operations]
+        seconds, self.turn_began = self.now - self.turn_began, self.now
+        total = sum(operation.cost for operation in answered)
+        for operation in answered:
+            operation.deaths = 0
+            if (run := self.runs.get(operation.lane)) is not None:
+                run.credit(operation, seconds * operation.cost / total)
+                self.touch(run)
+            self.trained.add(0 if operation.is_replay else operation.tokens, self.now)
+
+    def _refuse(
+        self, run: RunState, operation: Operation, flight: Flight, error: Exception, *, is_applied: bool = False
+    ) -> None:
+        """Fail an operation. ``is_applied``: the engine carried it out, but it cannot be committed."""
+        if flight.target is not None:
+            self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
+        if not isinstance(error, LorimerError):
+            self.report("an operation failed", run, error)
+            error = EngineError(f"the operation failed: {type(error).__name__}")
+        if operation.is_replay:
+            self.corrupt(run, f"operation {operation.seq_id} failed when it was replayed: {error}")
+            return
+        self.fail(operation, self._explain(flight, error))
+        # The first command of a load, which ends with a snapshot, may have been carried out.
+        is_applied |= operation.kind == "load_weights" and not isinstance(flight.replies[0], Exception)
+        run.end_load(operation)
+        if is_applied and operation.kind in REPLAYED and run.phase == "loaded":
+            # The engine's run is not what the journal says: restore it, and compute what follows again.
+            restoring.drop(self, run)
+
+    def _explain(self, flight: Flight, error: LorimerError) -> LorimerError:
+        """Return the engine's error as its caller sees it: a failed save is the server's trouble, not the caller's."""
+        text = str(error)
+        if flight.target is None:
+            return error
+        if "No space left" in text or "disk is full" in text:
+            return StorageError("the disk of the server is full; nothing was saved")
+        return error if isinstance(error, InvalidInput) else EngineError(text)
+
+    def redact(self, text: str) -> str:
+        """Name files as below the data directory: where that is does not concern users."""
+        directory = str(self.weights.parent)
+        return text.replace(f"{directory}/", "").replace(directory, "the data directory")
+
+    # ── ends ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, operation: Operation, error: Exception, state: FutureState = "failed") -> None:
+        """Commit the failure of an operation; those who wait for it are told then."""
+        operation.advance("committing")
+        operation.flight = None
+        is_users = isinstance(error, InvalidInput | CheckpointError | Gone | Cancelled)
+        fail = journal.Fail(operation, self.redact(str(error)), "user" if is_users else "server", state)
+        self.commit(fail, self.runs.get(operation.lane))
+
+    def resolve(self, operation: Operation, outcome: Outcome) -> None:
+        """The end of an operation is committed."""
+        operation.advance("done" if outcome.state == "done" else "failed")
+        operation.flight = None
+        self.open.pop(operation.request_id, None)
+        run = self.runs.get(operation.lane)
+        if run is not None and run.forget(operation):
+            run.last_used = self.now
+            self.open_bytes.give_back(operation.user_id, operation.size)
+            self.num_open -= 1
+            self.fair.leave(operation.user_id)
+            self.touch(run)
+        self.emit(Resolve(operation, outcome))
+
+    def corrupt(self, run: RunState, reason: str) -> None:
+        """Give a run up, with everything that waits for it."""
+        if run.phase == "loaded":
+            restoring.drop(self, run)
+        reason = self.redact(reason)
+        run.restore = None
+        run.error = reason
+        run.enter("corrupted")
+        self.commit(journal.MarkCorrupted(run.model_id, reason), run)
+        if run.creation is not None:
+            self.fail(run.creation, InvalidInput(reason))
+            run.creation = None
+        for operation in list(run.operations.values()):
+            if operation.is_open and operation.status != "committing":
+                self.fail(operation, InvalidInput(reason))
+        self.touch(run)
+
+    def _committed(self, transaction: journal.Transaction, result: Any) -> None:  # noqa: C901 (one case for each)
+        match transaction, result:
+            case journal.Accept(operation=Sample() as sample), (row, is_new):
+                self.sampling.accepted(sample, row, is_new)
+            case journal.Accept(operation=operation), (row, is_new):
+                self._accepted(operation, row, is_new)
+            case journal.AcceptRun(operation=operation), (row, future, is_new):
+                self._created(operation, row, future, is_new)
+            case journal.AcceptLoss(operation=operation), (row, is_new):
+                self.losses.accepted(operation, row, is_new)
+            case journal.AcceptUnload(operation=operation, model_id=model_id), Outcome() as outcome:
+                self._unload(model_id)
+                self.emit(Resolve(operation, outcome))
+                self.emit(Admit(operation, operation.request_id, model_id))
+            case journal.Consume(operation=operation, run=row), is_new:
+                if is_new and (run := self.runs.get(row.model_id)) is not None:
+                    run.skip(operation.seq_id)
+                    self.touch(run)
+                self.emit(Admit(operation, operation.request_id, row.model_id))
+            case ((journal.ReadJournal() | journal.FallBack()), found):
+                restoring.journal_read(self, transaction, found)
+            case journal.FinishCreation(run=row), Outcome() as outcome:
+                restoring.creation_committed(self, self.runs[row.model_id], outcome)
+            case journal.FinishOperation(operation=operation, flight=flight), journal.Finished() as finished:
+                self._finished(operation, flight, finished)
+            case journal.SetSnapshot(model_id=model_id, name=name), (row, obsolete):
+                snapshots.committed(self, model_id, name, row, obsolete)
+            case journal.FinishLoss(operation=operation, payload=payload), Outcome() as outcome:
+                self.losses.committed(operation, payload, outcome)
+            case (
+                (journal.Fail(operation=operation) | journal.FinishSample(operation=operation)),
+                Outcome() as outcome,
+            ):
+                self.resolve(operation, outcome)
+            case journal.Abandon(operations=operations, run=row), list() as outcomes:
+                policies.gaps_abandoned(self, self.runs[row.model_id], operations, outcomes)
+            case journal.FindWeights(weights_id=weights_id), found:
+                self.sampling.weights_found(weights_id, found)
+
+    def _commit_failed(self, transaction: journal.Transaction, error: Exception) -> None:
+        is_closing = isinstance(error, StorageError)
+        match transaction:
+            case journal.Accept(operation=operation) | journal.AcceptLoss(operation=operation):
+                self._withdraw(operation)
+                self.emit(Refuse(operation, error))
+            case journal.AcceptRun(operation=operation) | journal.AcceptUnload(operation=operation):
+                self.emit(Refuse(operation, error))
+            case journal.Consume(operation=operation):
+                self.emit(Refuse(operation, error))
+            case journal.FinishOperation(operation=operation, flight=flight, run=row) if not is_closing:
+                self._refuse(self.runs[row.model_id], operation, flight, error, is_applied=True)
+            case journal.FinishSample(operation=Sample() as sample) if not is_closing:
+                self.sampling.fail(sample, error)
+            case journal.FinishLoss(operation=operation) if not is_closing:
+                self.fail(operation, error)
+            case journal.SetSnapshot(model_id=model_id, name=name):
+                snapshots.commit_failed(self, self.runs[model_id], name, error)
+            case journal.ReadJournal(model_id=model_id) | journal.FallBack(model_id=model_id):
+                restoring.failed(self, self.runs[model_id], transaction.restore, error)
+            case journal.FinishCreation(run=row) if not is_closing:
+                restoring.failed(self, self.runs[row.model_id], None, error)
+            case journal.FindWeights(weights_id=weights_id):
+                self.sampling.weights_unknown(weights_id, error)
+            case _:
+                self.emit(Report("error", f"{type(transaction).__name__} was not committed", error=error))
+
+    def _created(self, creation: Operation, row: Run, future: FutureRow, is_new: bool) -> None:
+        if self.adopts(creation, future, is_new):
+            creation.received = self.now
+            creation.advance("held")
+            run = self.run_of(row)
+            run.creation = creation
+            self.touch(run)
+        self.emit(Admit(creation, future.request_id, row.model_id))
+
+    def _finished(self, operation: Operation, flight: Flight, finished: journal.Finished) -> None:
+        run = self.runs[operation.lane]
+        if finished.outcome.state != "done" and flight.target is not None:
+            self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
+        elif finished.snapshot is not None:
+            snapshots.adopt(self, run, *finished.snapshot)
+        run.end_load(operation)
+        self.resolve(operation, finished.outcome)
+
+    # ── engines come and go ───────────────────────────────────────────────────────────────────────────
+
+    def start_engine(self) -> None:
+        if not self.is_starting and not self.is_closing:
+            self.is_starting = True
+            self.emit(events.StartEngine())
+
+    def _engine_ended(self, reason: str, is_final: bool) -> None:
+        """Set everything back to what the journal has. ``is_final``: no engine can be had for this model."""
+        self.is_ready = False
+        self.is_starting = True  # the engine slot starts the next one by itself
+        self.engine += 1
+        self._blame(reason)
+        self.turns.clear()
+        self.losses.engine_ended(reason)
+        self.sampling.engine_ended(reason, is_final)
+        for run in list(self.held.values()):
+            snapshots.engine_ended(self, run)
+            snapshots.cancel_load(self, run)
+            run.leave_engine(self.now)
+            self.touch(run)
+        if is_final:
+            for run in [run for run in self.runs.values() if run.creation is not None]:
+                self.corrupt(run, reason)
+            if not any(run.has_work for run in self.runs.values()):
+                self.is_starting = False
+                self.emit(events.StopRetrying())
+
+    def _blame(self, reason: str) -> None:
+        """Note what the engine may have ended over: the first turn it had not finished, and runs being restored."""
+        operations = list(self.turns[0].unanswered.values()) if self.turns else []
+        runs = {run for run in self.held.values() if run.phase == "restoring"}
+        runs |= {self.runs[operation.lane] for operation in operations if operation.is_replay}
+        max_deaths = self.limits.max_engine_deaths
+        for run in runs:
+            self.blame(run)
+            if run.deaths >= max_deaths:
+                self.corrupt(run, f"the engine ended {run.deaths} times while it restored {run.model_id}: {reason}")
+        for operation in operations:
+            if operation.is_replay or operation.status != "running":
+                continue
+            self.blame(operation)
+            if operation.deaths >= max_deaths:
+                text = f"the engine ended {operation.deaths} times while it computed this: {reason}"
+                self.runs[operation.lane].running.discard(operation)
+                self.fail(operation, EngineError(text))
+
+    def blame(self, suspect: Operation | RunState) -> None:
+        suspect.deaths += 1
+        if suspect not in self.suspects:
+            self.suspects.append(suspect)
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether the engine gets only suspects, one at a time, to find out what ends engines."""
+        if self.suspects:
+            self.suspects = [suspect for suspect in self.suspects if suspect.is_suspect]
+        return bool(self.suspects)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine is computing anything."""
+        is_moving = any(run.phase == "restoring" or run.saving is not None for run in self.held.values())
+        return bool(self.turns) or is_moving or self.sampling.num_running > 0
+
+    # ── what else happens ─────────────────────────────────────────────────────────────────────────────
+
+    def _timer_fired(self, timer: events.Timer) -> None:
+        run = self.runs.get(timer.key)
+        match timer.kind:
+            case "evict":
+                self.is_evict_timer_set = False
+            case "drain":
+                self.is_drain_over = True
+            case "gap" if run is not None:
+                policies.close_gap(self, run)
+            case "retry" if run is not None:
+                self.touch(run)
+
+    def _unload(self, model_id: str) -> None:
+        run = self.runs.get(model_id)
+        if run is not None and run.is_idle:
+            snapshots.park(self, run, is_forced=False)
+
+    def _expire(self, model_ids: Iterable[str]) -> None:
+        for model_id in model_ids:
+            run = self.runs.get(model_id)
+            if run is not None and not run.has_work:
+                restoring.drop(self, run)
+                self.held.pop(model_id, None)
+                del self.runs[model_id]
+        self.forget_idle()
+
+    def forget_idle(self) -> None:
+        """Drop runs that the store knows as well."""
+        for model_id in [model_id for model_id, run in self.runs.items() if run.is_forgettable]:
+            del self.runs[model_id]
+
+
+def late(operation: Operation) -> InvalidInput:
+    return InvalidInput(f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id")
+
+
+def barrier_commands(
+    core: Core, operation: Operation, payload: AnyPayload
+) -> tuple[list[messages.Command], str | None]:
+    """Return the commands that carry out an operation, in order, and the name of the directory they write."""
+    request_id, model_id = operation.request_id, operation.lane
+    match payload:
+        case OptimStep(params=params):
+            return [messages.OptimStep(request_id=request_id, model_id=model_id, params=params)], None
+        case Save(checkpoint_kind=kind):
+            name = core.new_name()
+            directory = str(core.weights / name)
+            save = messages.SaveState(
+                request_id=request_id, model_id=model_id, directory=directory, weights_only=kind != "training"
+            )
+            return [save], name
+        case SaveEphemeral():
+            name = core.new_name()
+            publish = messages.PublishSampler(request_id=f"{request_id}:publish", model_id=model_id, sampler_id=name)
+            save = messages.SaveState(
+                request_id=request_id, model_id=model_id, directory=str(core.weights / name), weights_only=True
+            )
+            return [publish, save], name
+        case Load(weights_name=source, optimizer=optimizer):
+            load = messages.LoadState(
+                request_id=request_id, model_id=model_id, directory=str(core.weights / source), optimizer=optimizer
+            )
+            if operation.is_replay:
+                return [load], None
+            name = core.new_name()
+            return [load, snapshots.save_command(core, model_id, name)], name
+    raise AssertionError(f"{payload!r} is no operation of a run")

@@ -1,0 +1,316 @@
+"""What the core is told (events) and what it asks for (effects). Data only; the driver carries both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lorimer.engine.messages import Command, ModelInfo, Result
+from lorimer.scheduler.journal import AcceptRun, Transaction
+from lorimer.scheduler.runs import Flight, Operation, Outcome
+from lorimer.store.runs import Run
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class Submitted:
+    """A request of a run, a sample or a custom loss arrived; `Admit` or `Refuse` answers it."""
+
+    operation: Operation
+    run: Run | None = None
+    """The row of the run that it belongs to."""
+
+
+@dataclass(frozen=True, eq=False)
+class CreateSubmitted:
+    """A request to create a run arrived."""
+
+    transaction: AcceptRun
+
+
+@dataclass(frozen=True, eq=False)
+class UnloadSubmitted:
+    operation: Operation
+    run: Run
+
+
+@dataclass(frozen=True, eq=False)
+class ConsumeSubmitted:
+    """The server refused a submit with an error the client will not retry: its seq_id is used."""
+
+    operation: Operation
+    run: Run
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """An unfinished operation of an earlier server, with the row of its run."""
+
+    operation: Operation
+    run: Run | None = None
+    is_creation: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Committed:
+    transaction: Transaction
+    result: Any
+
+
+@dataclass(frozen=True, eq=False)
+class CommitFailed:
+    """The transaction changed nothing. With a `StorageError` the server is closing; anything else is final."""
+
+    transaction: Transaction
+    error: Exception
+
+
+@dataclass(frozen=True, eq=False)
+class Replied:
+    to: "ReplyTo"
+    reply: Result | Exception
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    info: ModelInfo
+
+
+@dataclass(frozen=True)
+class EngineEnded:
+    reason: str
+    is_final: bool = False
+    """No engine can be had for this model."""
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    timer: "Timer"
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The client gave a sample up."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Tokens of this sample were handed to its client, so that it cannot be computed again."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Whether a snapshot of a run is as it was written."""
+
+    model_id: str
+    name: str
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Expired:
+    """The rows of these runs say that they cannot be used any more."""
+
+    model_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Finish what is being computed and take a snapshot of every run; `Closed` ends it."""
+
+
+Event = (
+    Submitted
+    | CreateSubmitted
+    | UnloadSubmitted
+    | ConsumeSubmitted
+    | Recovered
+    | Committed
+    | CommitFailed
+    | Replied
+    | EngineReady
+    | EngineEnded
+    | TimerFired
+    | Cancelled
+    | Streamed
+    | Verified
+    | Expired
+    | Closing
+)
+
+# ── effects ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class OperationReply:
+    """The reply is to a command of an operation; it counts only while the operation is in this flight."""
+
+    operation: Operation
+    flight: Flight
+
+
+@dataclass(frozen=True)
+class RestoreReply:
+    model_id: str
+    restore: int
+
+
+@dataclass(frozen=True)
+class SnapshotReply:
+    model_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class SamplerReply:
+    """The reply is to loading a sampler."""
+
+    engine: int
+    name: str
+
+
+@dataclass(frozen=True)
+class NoReply:
+    """Nobody needs the reply."""
+
+
+ReplyTo = OperationReply | RestoreReply | SnapshotReply | SamplerReply | NoReply
+
+
+@dataclass(frozen=True)
+class Timer:
+    kind: Literal["gap", "retry", "evict", "drain"]
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Answer the submit of an operation."""
+
+    operation: Operation
+    request_id: str
+    model_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer the submit of an operation with an error."""
+
+    operation: Operation
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Run a transaction; `Committed` or `CommitFailed` follows."""
+
+    transaction: Transaction
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send one command to the engine; `Replied` follows unless the engine ends."""
+
+    command: Command
+    to: ReplyTo
+
+
+@dataclass(frozen=True)
+class SendBatch:
+    """Send training operations as one batch; `Replied` follows for each."""
+
+    operations: Sequence[Operation]
+
+
+@dataclass(frozen=True)
+class SendSample:
+    operation: Operation
+    sampler_name: str | None
+    """None samples the base model."""
+
+
+@dataclass(frozen=True)
+class CancelSample:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """Tell those who wait for an operation how it ended. Its end is committed, or need not be."""
+
+    operation: Operation
+    outcome: Outcome
+    result: Any = None
+    """Of a direct sample: its response, or the error."""
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    timer: Timer
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StartEngine:
+    pass
+
+
+@dataclass(frozen=True)
+class StopRetrying:
+    """Leave a failed engine alone until it is needed again."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check a snapshot against its checksums; `Verified` follows."""
+
+    model_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Delete directories that nothing refers to."""
+
+    kind: Literal["weights", "snapshots"]
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write to the log."""
+
+    level: Literal["info", "warning", "error"]
+    message: str
+    model_id: str = ""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Closed:
+    pass
+
+
+Effect = (
+    Admit
+    | Refuse
+    | Commit
+    | Send
+    | SendBatch
+    | SendSample
+    | CancelSample
+    | Resolve
+    | SetTimer
+    | StartEngine
+    | StopRetrying
+    | Verify
+    | Discard
+    | Report
+    | Closed
+)

@@ -1,0 +1,36 @@
+"""Where events for one core gather, from the event loop and from other threads, until its driver takes them."""
+
+import asyncio
+import contextlib
+from collections import deque
+
+
+class Inbox:
+    """Events wake the loop once, however many there are."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[object] = deque()
+        self._arrived = asyncio.Event()
+
+    def post(self, event: object) -> None:
+        """Add an event, on the event loop."""
+        self._events.append(event)
+        self._arrived.set()
+
+    def post_threadsafe(self, event: object) -> None:
+        """Add an event from any thread."""
+        self._events.append(event)
+        if len(self._events) == 1:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def take(self) -> list[object]:
+        """Wait for events and return all that have arrived, in order."""
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        taken: list[object] = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken

@@ -1,0 +1,598 @@
+"""Every transaction of the scheduler. Each commits all that one event changes, or nothing.
+
+A transaction is data with a method ``apply(connection)``, which runs on the store's writer thread, or on a reader if it
+only reads. It may be run again after a lost connection, so it changes nothing but the database. Those that end an
+operation return its outcome, which is that of an earlier end if there was one.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from sqlalchemy import Connection
+
+from lorimer.engine import messages
+from lorimer.errors import CheckpointError, InvalidInput, TooLarge
+from lorimer.scheduler.manifests import read_files
+from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral, decode_payload
+from lorimer.scheduler.runs import MISSING, Flight, Journal, Operation, Outcome, needs_payload
+from lorimer.scheduler.translate import wire_sample_response, wire_training_output
+from lorimer.store import audit, checkpoints, futures, losses, metrics, quotas, runs, samplers, sessions, usage, weights
+from lorimer.store.futures import FutureRow, FutureState
+from lorimer.store.runs import Run
+from lorimer.store.sessions import Session
+from lorimer.store.usage import UsageItem, UsageKind
+from lorimer.store.weights import Weights
+from lorimer.types import CheckpointType, SampleRequest
+from lorimer.types.encoding import encode_forward_backward_output, encode_sample_response
+from lorimer.types.paths import checkpoint_path
+
+SAVE_KINDS: dict[CheckpointType, str] = {
+    "training": "save_weights",
+    "sampler": "save_weights_for_sampler",
+    "external": "save_weights_external",
+}
+REPEATABLE = ("forward", "forward_backward", "optim_step")
+"""Kinds whose retry has the same payload, byte by byte."""
+
+
+class Transaction:
+    """Base of all."""
+
+    only_reads: ClassVar[bool] = False
+
+    def apply(self, c: Connection) -> Any:
+        raise NotImplementedError(type(self).__name__)
+
+
+# ── accepting ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class Accept(Transaction):
+    """Insert the row of an operation, or find it: a retry gets the first one's future."""
+
+    operation: Operation
+    has_passed: bool = False
+    """The run is already beyond this seq_id. If its row has expired, raise `InvalidInput`."""
+    max_stored_bytes: int = 0
+    """The user's quota of checkpoints, unless they have their own; a save beyond it is refused."""
+
+    def apply(self, c: Connection) -> tuple[FutureRow, bool]:
+        operation = self.operation
+        row, is_new = _insert(c, operation, operation.seq_id)
+        name = f"operation {operation.seq_id} of {operation.lane}"
+        if is_new and self.has_passed:
+            raise InvalidInput(f"{name} was answered long ago; use a new seq_id")
+        if is_new and operation.kind in SAVE_KINDS.values():
+            self._check_save(c)
+        if not is_new and row.kind != operation.kind and row.state not in ("rejected", "abandoned"):
+            raise InvalidInput(f"{name} is a {row.kind}, not a {operation.kind}")
+        if not is_new and row.kind in REPEATABLE and row.payload_sha256 != _digest(operation):
+            raise InvalidInput(f"{name} was already submitted with other content")
+        return row, is_new
+
+    def _check_save(self, c: Connection) -> None:
+        operation, payload = self.operation, decode_payload(self.operation.payload)
+        if isinstance(payload, Save):
+            place = operation.user_id, operation.lane, payload.checkpoint_kind, payload.name, payload.overwrite
+            quotas.check_save(c, *place, self.max_stored_bytes)
+
+
+@dataclass(frozen=True)
+class RunValues:
+    """What a run is made of."""
+
+    base_model: str
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, str]
+    optimizer_type: str
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptRun(Transaction):
+    """Insert the row of a run and that of the operation that creates it."""
+
+    operation: Operation
+    session: Session
+    values: RunValues
+    max_runs: int
+
+    def apply(self, c: Connection) -> tuple[Run, FutureRow, bool]:
+        operation, session = self.operation, self.session
+        runs.check_room(c, session.session_id, operation.seq_id, self.max_runs)
+        run = runs.create_run(
+            c,
+            session_id=session.session_id,
+            user_id=operation.user_id,
+            project_id=session.project_id,
+            model_seq_id=operation.seq_id,
+            **asdict(self.values),
+        )
+        return run, *Accept(operation).apply(c)
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptLoss(Transaction):
+    operation: Operation
+    max_losses: int
+
+    def apply(self, c: Connection) -> tuple[FutureRow, bool]:
+        row, is_new = Accept(self.operation).apply(c)
+        if is_new and losses.count_losses(c, self.operation.session_id) >= self.max_losses:
+            raise TooLarge(f"the session has {self.max_losses} custom losses, which is the most that is accepted")
+        return row, is_new
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptUnload(Transaction):
+    """Insert an unload and its answer: the run leaves the engine when it is idle, which nobody waits for."""
+
+    operation: Operation
+    model_id: str
+
+    def apply(self, c: Connection) -> Outcome:
+        _insert(c, self.operation, None)
+        return finish_plain(c, self.operation, {"type": "unload_model", "model_id": self.model_id})
+
+
+@dataclass(frozen=True, eq=False)
+class Consume(Transaction):
+    """Use up a seq_id whose submit was refused; return False if it is in use already."""
+
+    operation: Operation
+    run: Run
+    reason: str
+
+    def apply(self, c: Connection) -> bool:
+        _, is_new = futures.accept(
+            c,
+            user_id=self.operation.user_id,
+            session_id=self.run.session_id,
+            kind="rejected",
+            lane=self.run.model_id,
+            seq_id=self.operation.seq_id,
+            payload=b"",
+            tokens=0,
+            state="rejected",
+            error=self.reason,
+            category="user",
+        )
+        return is_new
+
+
+ACCEPTING = (Accept, AcceptRun, AcceptLoss, AcceptUnload, Consume)
+"""A caller waits for these: it is answered with an error while the storage fails."""
+
+
+def _insert(c: Connection, operation: Operation, seq_id: int | None) -> tuple[FutureRow, bool]:
+    return futures.accept(
+        c,
+        request_id=operation.request_id,
+        user_id=operation.user_id,
+        session_id=operation.session_id,
+        kind=operation.kind,
+        lane=operation.lane,
+        seq_id=seq_id,
+        payload=operation.payload,
+        payload_sha256=operation.payload_sha256,
+        tokens=operation.tokens,
+    )
+
+
+def _digest(operation: Operation) -> str:
+    return operation.payload_sha256 or hashlib.sha256(operation.payload).hexdigest()
+
+
+# ── reading back ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class ReadJournal(Transaction):
+    """Return the journal of a run, or None if the run is not stored any more."""
+
+    model_id: str
+    restore: int
+    """The attempt to restore the run that asks."""
+    only_reads: ClassVar[bool] = True
+
+    def apply(self, c: Connection) -> Journal | None:
+        run = runs.get_run(c, self.model_id)
+        if run is None:
+            return None
+        rows = futures.journal(c, self.model_id, max(run.resume_seq, 0))
+        found = payloads(c, [row.request_id for row in rows if needs_payload(row)])
+        graphs = [loss.payload for loss in losses.losses_of_session(c, run.session_id)]
+        return Journal(run, rows, found, _creation(c, run) if run.resume_name is None else None, graphs)
+
+
+@dataclass(frozen=True, eq=False)
+class FallBack(Transaction):
+    """Drop the newest snapshot of a run, which is damaged; return the journal after the one before it."""
+
+    model_id: str
+    restore: int
+    damaged: str
+
+    def apply(self, c: Connection) -> Journal | None:
+        runs.drop_newest(c, self.model_id, self.damaged)
+        return ReadJournal(self.model_id, self.restore).apply(c)
+
+
+@dataclass(frozen=True, eq=False)
+class FindWeights(Transaction):
+    weights_id: str
+    only_reads: ClassVar[bool] = True
+
+    def apply(self, c: Connection) -> Weights | None:
+        return weights.get_weights(c, self.weights_id)
+
+
+def payloads(c: Connection, request_ids: Iterable[str]) -> dict[str, bytes]:
+    found = {request_id: futures.payload(c, request_id) for request_id in request_ids}
+    return {request_id: payload for request_id, payload in found.items() if payload is not None}
+
+
+def _creation(c: Connection, run: Run) -> bytes | None:
+    made = futures.journal(c, f"{run.session_id}:models", run.model_seq_id - 1)
+    return futures.payload(c, made[0].request_id) if made and made[0].seq_id == run.model_seq_id else None
+
+
+def outcome_of(c: Connection, request_id: str) -> Outcome | None:
+    """Return how a request ended, or that it is pending; None if there is no row of it."""
+    row = futures.get(c, request_id)
+    if row is None:
+        return None
+    if row.state == "queued":
+        return Outcome("pending", "paused_capacity", "the server is taking up what it had left")
+    if row.state != "done":
+        is_users = row.category == "user" or row.state in ("rejected", "abandoned", "cancelled")
+        return Outcome("failed", error=row.error or row.state, category="user" if is_users else "server")
+    try:
+        result = futures.result(c, request_id)
+    except CheckpointError as error:
+        return Outcome("failed", error=f"the result was computed and cannot be read: {error}", category="server")
+    if result is None:
+        return Outcome("gone", error=f"the result of request {request_id!r} has expired")
+    return Outcome("done", result=result, result_format=row.result_format or "json")
+
+
+def release(c: Connection, lane: str, request_ids: Sequence[str]) -> list[str]:
+    """Drop results of this lane that their client has received; return those dropped."""
+    rows = [futures.get(c, request_id) for request_id in request_ids]
+    released = [row.request_id for row in rows if row is not None and row.lane == lane]
+    futures.release(c, released)
+    return released
+
+
+# ── ending operations ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False)
+class Fail(Transaction):
+    operation: Operation
+    error: str
+    category: Literal["user", "server"]
+    state: FutureState = "failed"
+
+    def apply(self, c: Connection) -> Outcome:
+        request_id = self.operation.request_id
+        failed = Outcome("failed", error=self.error, category=self.category)
+        if futures.fail(c, request_id, error=self.error, category=self.category, state=self.state):
+            return failed
+        return outcome_of(c, request_id) or failed
+
+
+@dataclass(frozen=True, eq=False)
+class Abandon(Transaction):
+    """Give up seq_ids that never arrived, also for later restarts, and fail the operations behind them."""
+
+    run: Run
+    gaps: Sequence[tuple[int, int]]
+    operations: Sequence[Operation]
+    reason: str
+
+    def apply(self, c: Connection) -> list[Outcome]:
+        for first, last in self.gaps:
+            futures.accept(
+                c,
+                user_id=self.run.user_id,
+                session_id=self.run.session_id,
+                kind=MISSING,
+                lane=self.run.model_id,
+                seq_id=last,
+                payload=b"",
+                tokens=last - first + 1,
+                state="abandoned",
+                error=self.reason,
+            )
+        return [Fail(operation, self.reason, "user").apply(c) for operation in self.operations]
+
+
+@dataclass(frozen=True, eq=False)
+class SetSnapshot(Transaction):
+    """Make a snapshot the one that the run is restored from; return its row and the snapshots no longer needed.
+
+    The newest so far, if it was ``verified``, stays to fall back on, and the journal begins there.
+    """
+
+    model_id: str
+    seq_id: int
+    name: str
+    verified: str | None
+
+    def apply(self, c: Connection) -> tuple[Run | None, list[str]]:
+        obsolete = [runs.confirm_snapshot(c, self.model_id, self.verified)] if self.verified is not None else []
+        obsolete.append(runs.set_snapshot(c, self.model_id, self.seq_id, self.name))
+        futures.drop_payloads(c, self.model_id, self.seq_id)
+        return runs.get_run(c, self.model_id), [old for old in obsolete if old is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class MarkCorrupted(Transaction):
+    model_id: str
+    reason: str
+
+    def apply(self, c: Connection) -> None:
+        runs.mark_corrupted(c, self.model_id, self.reason)
+
+
+@dataclass(frozen=True, eq=False)
+class FinishCreation(Transaction):
+    operation: Operation
+    run: Run
+    payload: CreateModel
+
+    def apply(self, c: Connection) -> Outcome:
+        answer: dict[str, str | None] = {"type": "create_model", "model_id": self.run.model_id}
+        if self.payload.answers_load:
+            answer = {"type": "load_weights", "path": self.payload.path, "model_id": self.run.model_id}
+        return _finish(c, self.operation, msgspec.json.encode(answer))
+
+
+@dataclass(frozen=True)
+class Finished:
+    outcome: Outcome
+    snapshot: tuple[Run | None, list[str]] | None = None
+    """Of a load: the run's row with the snapshot that ended it, and the snapshots no longer needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class FinishOperation(Transaction):
+    """Store what the engine replied to an operation of a run."""
+
+    operation: Operation
+    run: Run
+    flight: Flight
+    weights: Path
+    """Where the engine wrote saved weights."""
+    max_stored_bytes: int
+
+    def apply(self, c: Connection) -> Finished:
+        operation, run = self.operation, self.run
+        match self.flight.replies[-1]:
+            case messages.TrainResult() as result:
+                return Finished(self._finish_training(c, result))
+            case messages.StepResult(metrics=values):
+                encoded = msgspec.json.encode({"type": "optim_step", "metrics": values})
+                outcome, is_new = _end(c, operation, encoded)
+                if is_new:
+                    _measure(c, operation, values, is_step=True)
+                return Finished(outcome)
+        known = outcome_of(c, operation.request_id)
+        if known is None or known.state != "pending":
+            return Finished(known or _gone(operation))
+        target = self.flight.target
+        assert target is not None
+        match self.flight.payload:
+            case Save() as payload:
+                return Finished(_finish_save(c, operation, run, payload, self.weights / target, self.max_stored_bytes))
+            case SaveEphemeral(sampling_session_seq_id=seq):
+                return Finished(_finish_ephemeral(c, operation, run, seq, self.weights / target))
+            case Load(path=path):
+                snapshot = SetSnapshot(run.model_id, operation.seq_id, target, self.flight.verified).apply(c)
+                answer = {"type": "load_weights", "path": path, "model_id": run.model_id}
+                return Finished(_finish(c, operation, msgspec.json.encode(answer)), snapshot)
+        raise AssertionError(f"{self.flight.replies!r} answers no operation")
+
+    def _finish_training(self, c: Connection, result: messages.TrainResult) -> Outcome:
+        operation, run = self.operation, self.run
+        # Not the operation's own number, which is an estimate where images came without a count.
+        tokens = sum(len(logprobs) for logprobs in result.logprobs)
+        used = _used(operation, run.project_id, run.base_model, "training", tokens)
+        encoded = encode_forward_backward_output(wire_training_output(result))
+        outcome, is_new = _end(c, operation, encoded, "protobuf", [used])
+        if is_new and operation.kind not in futures.STATELESS_KINDS:
+            _measure(c, operation, result.metrics, num_datums=len(result.logprobs))
+        return outcome
+
+
+def _finish_save(
+    c: Connection, operation: Operation, run: Run, payload: Save, directory: Path, max_stored_bytes: int
+) -> Outcome:
+    kind = payload.checkpoint_kind
+    saved = _add_weights(c, run, directory, has_optimizer=kind == "training")
+    # Its size is known only now, and saves that were submitted together were checked one by one.
+    replaced = (run.model_id, kind, payload.name) if payload.overwrite else None
+    quotas.check_room(c, run.user_id, saved.size_bytes, max_stored_bytes, replaced)
+    expires_at = None if payload.expires_at is None else datetime.fromtimestamp(payload.expires_at, UTC)
+    checkpoints.add_checkpoint(
+        c,
+        user_id=run.user_id,
+        model_id=run.model_id,
+        project_id=run.project_id,
+        kind=kind,
+        name=payload.name,
+        weights_id=saved.weights_id,
+        user_metadata=payload.user_metadata,
+        expires_at=expires_at,
+        overwrite=payload.overwrite,
+    )
+    path = checkpoint_path(run.model_id, kind, payload.name)
+    usage.record(c, [_used(operation, run.project_id, run.base_model, "checkpoint", 1)])
+    audit.record(c, user_id=run.user_id, event="checkpoint_saved", model_id=run.model_id, tinker_path=path)
+    answer: dict[str, object] = {"type": operation.kind, "path": path}
+    if kind == "external":
+        answer["size_bytes"] = saved.size_bytes
+    return _finish(c, operation, msgspec.json.encode(answer))
+
+
+def _finish_ephemeral(c: Connection, operation: Operation, run: Run, seq: int, directory: Path) -> Outcome:
+    saved = _add_weights(c, run, directory, has_optimizer=False)
+    sampler = samplers.create_sampler(
+        c,
+        session_id=run.session_id,
+        user_id=run.user_id,
+        seq=seq,
+        base_model=run.base_model,
+        model_path=None,
+        weights_id=saved.weights_id,
+        model_id=run.model_id,
+    )
+    if sampler.weights_id != saved.weights_id:
+        raise InvalidInput(f"sampling_session_seq_id {seq} is taken by another sampler of the session; use a new one")
+    answer = {"type": operation.kind, "sampling_session_id": sampler.sampling_session_id}
+    return _finish(c, operation, msgspec.json.encode(answer))
+
+
+@dataclass(frozen=True, eq=False)
+class FinishLoss(Transaction):
+    operation: Operation
+    payload: CreateLoss
+
+    def apply(self, c: Connection) -> Outcome:
+        operation, payload = self.operation, self.payload
+        losses.add_loss(
+            c,
+            loss_id=payload.loss_id,
+            session_id=operation.session_id,
+            user_id=operation.user_id,
+            name=payload.name,
+            payload=operation.payload,
+        )
+        answer = {"type": "create_custom_loss", "loss_id": payload.loss_id}
+        return _finish(c, operation, msgspec.json.encode(answer))
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """Prompt tokens computed and found in the cache, and tokens sampled."""
+
+    computed: int
+    cached: int
+    sampled: int
+
+    def usage(self, user_id: str, session_id: str | None, project_id: str | None, base_model: str) -> "list[UsageItem]":
+        kinds: tuple[UsageKind, ...] = ("sampling_prefill", "sampling_prefill_cached", "sampling_sample")
+        counts, now = (self.computed, self.cached, self.sampled), datetime.now(UTC)
+        return [
+            UsageItem(user_id, session_id, project_id, base_model, kind, count, now)
+            for kind, count in zip(kinds, counts, strict=True)
+            if count
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class FinishSample(Transaction):
+    operation: Operation
+    request: SampleRequest
+    result: messages.SampleResult
+    counts: SampleCounts
+
+    def apply(self, c: Connection) -> Outcome:
+        operation = self.operation
+        session = sessions.get_session(c, operation.session_id)
+        project_id = session.project_id if session else None
+        response = wire_sample_response(self.result, self.request, operation.request_id)
+        used = self.counts.usage(operation.user_id, operation.session_id, project_id, operation.base_model)
+        return _finish(c, operation, encode_sample_response(response), "protobuf", used)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordUsage(Transaction):
+    """Count a direct sample, which has no row."""
+
+    user_id: str
+    base_model: str
+    counts: SampleCounts
+
+    def apply(self, c: Connection) -> None:
+        usage.record(c, self.counts.usage(self.user_id, None, None, self.base_model))
+
+
+def finish_plain(c: Connection, operation: Operation, answer: dict[str, str]) -> Outcome:
+    return _finish(c, operation, msgspec.json.encode(answer))
+
+
+def _finish(
+    c: Connection,
+    operation: Operation,
+    result: bytes,
+    result_format: Literal["json", "protobuf"] = "json",
+    used: Sequence[UsageItem] = (),
+) -> Outcome:
+    """End an operation, with what it used; one that has ended already stays as it was."""
+    return _end(c, operation, result, result_format, used)[0]
+
+
+def _end(
+    c: Connection,
+    operation: Operation,
+    result: bytes,
+    result_format: Literal["json", "protobuf"] = "json",
+    used: Sequence[UsageItem] = (),
+) -> tuple[Outcome, bool]:
+    """As `_finish`, with whether this was the end."""
+    started_at = None
+    if operation.started:
+        started_at = datetime.now(UTC) - timedelta(seconds=time.monotonic() - operation.started)
+    if futures.finish(c, operation.request_id, result=result, result_format=result_format, started_at=started_at):
+        usage.record(c, used)
+        return Outcome("done", result=result, result_format=result_format), True
+    return outcome_of(c, operation.request_id) or _gone(operation), False
+
+
+def _measure(
+    c: Connection, operation: Operation, values: Mapping[str, float], *, num_datums: int = 1, is_step: bool = False
+) -> None:
+    metrics.add_operation(c, operation.lane, operation.seq_id, values, num_datums=num_datums, is_step=is_step)
+
+
+def _gone(operation: Operation) -> Outcome:
+    return Outcome("gone", error=f"request {operation.request_id!r} is not stored any more")
+
+
+def _used(operation: Operation, project_id: str | None, base_model: str, kind: UsageKind, amount: int) -> UsageItem:
+    return UsageItem(operation.user_id, operation.session_id, project_id, base_model, kind, amount, datetime.now(UTC))
+
+
+# ── directories that the engine wrote ─────────────────────────────────────────────────────────────────
+
+
+def _add_weights(c: Connection, run: Run, directory: Path, *, has_optimizer: bool) -> Weights:
+    try:
+        files = read_files(directory)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError("what was saved has vanished from the data directory") from error
+    return weights.add_weights(
+        c,
+        name=directory.name,
+        base_model=run.base_model,
+        rank=run.rank,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+        optimizer_type=run.optimizer_type,
+        has_optimizer=has_optimizer,
+        size_bytes=sum(file["size"] for file in files.values()),
+        files=files,
+    )

@@ -1,0 +1,244 @@
+"""What the scheduler does next. Each policy looks at the core and calls for effects; the two lists at the end are all.
+
+Runs that wait for an engine take turns with those it holds: runs whose clients are away leave first; if none are, those
+loaded longest leave for those that have waited longest. All that wait come in together, and the next have to wait until
+the engine has worked several times as long as it took to move them.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lorimer.scheduler import journal, restoring, snapshots
+from lorimer.scheduler.batching import Queue, next_turn
+from lorimer.scheduler.events import Closed, SetTimer, Timer
+from lorimer.scheduler.runs import Operation, Outcome, RunState
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
+
+MAX_TURNS = 2
+"""Turns with the engine: it computes one while the next is ready for it."""
+IDLE_SECONDS = 0.5
+"""A run whose client has not come back for so long counts as idle: between two steps of a loop it always does."""
+MIN_RESIDENCE_SECONDS = 1.0
+RESIDENCE_WORTH = 3.0
+"""Busy runs stay this many times as long as the engine needs to save those that leave and to load those that come."""
+DRAIN_SECONDS = 5.0
+"""How long samples under way are waited for when the server closes."""
+
+
+@dataclass
+class WaitingRuns:
+    """Runs that have work and no engine, the longest waiting first."""
+
+    _runs: dict[str, RunState] = field(default_factory=dict)
+    _heap: list[tuple[float, int, RunState]] = field(default_factory=list)
+    _number: int = 0
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def update(self, run: RunState, is_waiting: bool) -> None:
+        if not is_waiting:
+            self._runs.pop(run.model_id, None)
+        elif self._runs.get(run.model_id) is not run:
+            self._runs[run.model_id] = run
+            self._number += 1
+            heapq.heappush(self._heap, (run.waiting_since, self._number, run))
+
+    def take(self) -> RunState:
+        while True:
+            since, _, run = heapq.heappop(self._heap)
+            if self._runs.get(run.model_id) is run and run.waiting_since == since:
+                del self._runs[run.model_id]
+                return run
+            if self._runs.get(run.model_id) is run:
+                self._number += 1
+                heapq.heappush(self._heap, (run.waiting_since, self._number, run))
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Busy runs that had to leave together."""
+
+    began: float = -math.inf
+    num_runs: int = 0
+
+
+def restore_waiting(core: "Core") -> None:
+    """Bring runs that have work into the engine, as far as it has room."""
+    if not len(core.waiting) or core.is_closing:
+        return
+    if not core.is_ready:
+        core.start_engine()
+        return
+    if core.is_isolating:
+        if not core.is_busy and (run := _waiting_suspect(core)) is not None:
+            core.waiting.update(run, False)
+            restoring.begin(core, run)
+        return
+    for _ in range(min(len(core.waiting), core.limits.max_loaded_runs - len(core.held))):
+        restoring.begin(core, core.waiting.take())
+
+
+def _waiting_suspect(core: "Core") -> RunState | None:
+    for suspect in core.suspects:
+        run = suspect if isinstance(suspect, RunState) else core.runs.get(suspect.lane)
+        if run is not None and run.phase == "absent" and run.has_work:
+            return run
+    return None
+
+
+def evict_for_waiting(core: "Core") -> None:
+    """Make room for runs that wait."""
+    held = core.held.values()
+    num_wanted = len(core.waiting) - sum(run.is_leaving for run in held)
+    has_room = len(held) < core.limits.max_loaded_runs
+    if num_wanted <= 0 or has_room or core.is_closing or not core.is_ready or core.is_isolating:
+        return
+    leaving = runs_to_evict(list(held), num_wanted, core.now, core.limits.residence_seconds, core.last_eviction)
+    if used := [run for run in leaving if not is_away(run, core.now)]:
+        core.last_eviction = Eviction(core.now, len(used))
+    for run in leaving:
+        snapshots.park(core, run, is_forced=run in used)
+    if num_wanted > len(leaving) and not core.is_evict_timer_set:
+        core.is_evict_timer_set = True
+        core.emit(SetTimer(Timer("evict"), IDLE_SECONDS))
+
+
+def is_away(run: RunState, now: float) -> bool:
+    """Whether nobody has used a run for a while."""
+    return run.is_idle and run.last_used <= now - IDLE_SECONDS
+
+
+def runs_to_evict(
+    held: Sequence[RunState], num_wanted: int, now: float, max_seconds: float, last: Eviction
+) -> list[RunState]:
+    """Return up to ``num_wanted`` runs to evict, in order.
+
+    Those whose clients are away, the longest unused first; then, some time after the ``last`` eviction of busy runs,
+    those in use, the longest loaded first.
+    """
+    staying = [run for run in held if run.phase == "loaded" and run.saving is None]
+    leaving = sorted((run for run in staying if is_away(run, now)), key=lambda run: run.last_used)
+    if now - last.began >= residence(staying, last.num_runs, max_seconds):
+        used = [run for run in staying if not is_away(run, now) and has_been_served(run, now, max_seconds)]
+        leaving += sorted(used, key=lambda run: run.loaded_at)
+    return leaving[:num_wanted]
+
+
+def has_been_served(run: RunState, now: float, max_seconds: float) -> bool:
+    """Whether a run may be evicted: each stay is to be of use."""
+    return (run.has_had_turn or not run.ready) and now - run.loaded_at >= min(max_seconds, MIN_RESIDENCE_SECONDS)
+
+
+def residence(staying: Sequence[RunState], num_moved: int, max_seconds: float) -> float:
+    """Return how long no busy run is evicted after so many were."""
+    costs = [run.snapshot_cost for run in staying if run.snapshot_cost]
+    moving = 2 * num_moved * sum(costs) / max(1, len(costs))
+    return min(max_seconds, max(MIN_RESIDENCE_SECONDS, RESIDENCE_WORTH * moving))
+
+
+def send_turns(core: "Core") -> None:
+    """Send the engine its next turns of training."""
+    while core.is_ready and len(core.turns) < MAX_TURNS and not core.is_closing:
+        is_isolating = core.is_isolating
+        if is_isolating and core.is_busy:
+            return
+        ready = [run for run in core.held.values() if run.ready]
+        if is_isolating:
+            ready = [run for run in ready if run.has_suspect]
+        if not ready:
+            return
+        core.fair.reach(min(core.fair.served(run.row.user_id) for run in ready))
+        budget = core.limits.turn_tokens or 2 * core.token_budget
+        queues = [Queue(run.row.user_id, run.ready) for run in ready]
+        core.send_turn(next_turn(queues, core.fair.served, budget, alone=is_isolating))
+
+
+def send_samples(core: "Core") -> None:
+    if not core.is_closing:
+        core.sampling.send_next()
+
+
+def check_losses(core: "Core") -> None:
+    if not core.is_closing:
+        core.losses.send_next()
+
+
+def close_when_drained(core: "Core") -> None:
+    """Once nothing is under way, take a snapshot of every run that has changed; then the core is closed."""
+    if not core.is_closing or core.is_closed:
+        return
+    is_sampling = core.sampling.num_running > 0 and not core.is_drain_over
+    if core.turns or core.is_committing or is_sampling or any(run.saving for run in core.held.values()):
+        return
+    changed = [run for run in core.held.values() if run.phase == "loaded" and run.work_seconds]
+    if core.is_ready and changed:
+        for run in changed:
+            snapshots.begin(core, run, "close")
+        return
+    core.is_closed = True
+    core.emit(Closed())
+
+
+# ── numbers that never arrive ─────────────────────────────────────────────────────────────────────────
+
+
+def watch_gap(core: "Core", run: RunState) -> None:
+    """Start or stop the clock of a run that waits for a missing seq_id."""
+    missing = run.lane.missing if run.lane is not None else None
+    if missing is None:
+        run.gap_seq = run.gap_since = None
+    elif run.gap_since is None and not core.is_closing:
+        run.gap_seq, run.gap_since = missing, core.now
+        core.emit(SetTimer(Timer("gap", run.model_id), core.limits.gap_seconds))
+
+
+def close_gap(core: "Core", run: RunState) -> None:
+    """The clock of a run has run down: fail the operations behind its missing seq_ids, and let it go on."""
+    lane, seconds = run.lane, core.limits.gap_seconds
+    if lane is None or run.gap_since is None or core.now < run.gap_since + seconds or core.is_closing:
+        return  # a timer of an earlier gap
+    missing, run.gap_seq, run.gap_since = run.gap_seq, None, None
+    gaps = lane.gaps()
+    is_coming = any(first <= seq <= last for first, last in gaps for seq in run.operations)
+    if lane.missing != missing or is_coming:  # it came, or is being committed
+        core.touch(run)
+        return
+    numbers = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in gaps[:8])
+    reason = (
+        f"operation {numbers} of run {run.model_id} never arrived; those after it were given up after "
+        f"{seconds:.0f} s. Submit them again, with new numbers"
+    )
+    core.commit(journal.Abandon(run.row, gaps, run.abandon(gaps), reason), run)
+
+
+def gaps_abandoned(core: "Core", run: RunState, operations: Sequence[Operation], outcomes: Sequence[Outcome]) -> None:
+    run.is_abandoning = False
+    for operation, outcome in zip(operations, outcomes, strict=True):
+        core.resolve(operation, outcome)
+    core.touch(run)
+
+
+RUN_STEPS: tuple[Callable[["Core", RunState], None], ...] = (
+    snapshots.advance,
+    snapshots.advance_load,
+    restoring.advance,
+    watch_gap,
+    snapshots.take_if_due,
+)
+"""Applied, in order, to each run that changed."""
+
+POLICIES: tuple[Callable[["Core"], None], ...] = (
+    restore_waiting,
+    evict_for_waiting,
+    check_losses,
+    send_turns,
+    send_samples,
+    close_when_drained,
+)
+"""Applied, in order, at the end of each turn of the loop."""
