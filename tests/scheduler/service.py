@@ -47,9 +47,10 @@ class Service:
 
     async def die(self) -> None:
         """As when the API process is killed: nothing is finished, and the engine is gone with it."""
+        for supervisor in self.scheduler._supervisors:
+            supervisor.cancel()
+        await asyncio.wait(self.scheduler._supervisors)
         for driver in self.scheduler.models.values():
-            driver._task.cancel()
-            await asyncio.wait([driver._task])
             if driver.slot.pid is not None:
                 os.kill(driver.slot.pid, signal.SIGKILL)
             await driver.end()

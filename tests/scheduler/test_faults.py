@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from lorimer.engine.translation import decode_operation
 from lorimer.errors import StorageError
+from lorimer.scheduler import events
 from lorimer.store import runs
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
 from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
@@ -124,7 +125,7 @@ async def test_a_sample_that_fails_by_an_error_of_the_engines_own_is_retried(pla
         await s.done(one)
     assert json.loads(fault.read_text())["times"] == 0
     assert s.slot.num_deaths == 0
-    assert (s.sampling.num_waiting, s.sampling.num_running) == (0, 0)
+    assert (s.core.sampling.num_waiting, s.core.sampling.num_running) == (0, 0)
 
 
 async def test_a_sample_that_keeps_failing_is_given_up_and_others_are_served(planted):
@@ -199,3 +200,26 @@ async def test_a_load_that_cannot_be_secured_did_not_happen(s, tmp_path):
     s.directory.snapshots.chmod(0o700)
     after = decode_forward_backward_output(await s.done(await s.train(user, fresh, 3, forward=True)))
     assert after.metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], abs=1e-6)
+
+
+async def test_a_defect_of_the_scheduler_costs_nothing_but_time(s, monkeypatch, caplog):
+    """The core raises when the engine replies: a new one takes everything up from the journal."""
+    user, session = await s.session()
+    expected = await undisturbed(s, user, session, 0)
+    run = await s.create(user, session, 1)
+    core, handle = s.core, s.core.handle
+
+    def defective(happened, now):
+        if any(isinstance(event, events.Replied) for event in happened):
+            raise RuntimeError("a planted defect")
+        return handle(happened, now)
+
+    monkeypatch.setattr(core, "handle", defective)
+    accepted = [await submit(s, user, run, seq_id) for seq_id in range(1, 4)]
+    await until(lambda: s.core is not core)
+    accepted += [await submit(s, user, run, seq_id) for seq_id in range(4, 3 * STEPS + 1)]
+    for each in accepted:
+        await s.done(each)
+    await s.done(await s.scheduler.save_weights(user, run, 3 * STEPS + 1, kind="training", name="end"))
+    assert_equal_weights(await s.saved(run, "end"), expected)
+    assert "a planted defect" in caplog.text

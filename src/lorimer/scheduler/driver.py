@@ -4,7 +4,6 @@ Everything that waits is here: transactions, the engine, timers, files. Nothing 
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -68,9 +67,10 @@ class Driver:
         self._submits: dict[Operation, asyncio.Future[events.Admit]] = {}
         self._engine_waiters: list[asyncio.Future[ModelInfo]] = []
         self._background: set[asyncio.Future[None]] = set()
-        self._is_storage_given_up = False
+        self._commits: set[asyncio.Future[object]] = set()
+        """Transactions under way."""
+        self._is_storage_given_up = self._is_ended = False
         self._closed = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"scheduler of {name}")
 
     # ── what the scheduler calls ──────────────────────────────────────────────────────────────────────
 
@@ -120,36 +120,36 @@ class Driver:
             pid=slot.pid,
         )
 
-    async def close(self) -> None:
-        """Finish what is being computed, take snapshots, end the engine."""
+    async def drain(self) -> None:
+        """Finish what is being computed and take snapshots."""
         self.post(events.Closing())
         await self._closed.wait()
-        await self.end()
 
     def stop_waiting_for_storage(self) -> None:
         """From now on a transaction that the storage refuses fails; the next start takes its operation up."""
         self._is_storage_given_up = True
 
-    async def end(self) -> None:
-        """End the engine, whatever it is doing, and the task."""
+    async def end(self, reason: str = "the server is shutting down") -> None:
+        """End the engine, whatever it is doing; answer everybody who waits for anything but a committed request."""
         self.stop_waiting_for_storage()
+        self._is_ended = True
         await self.slot.close()
-        self._fail_engine_waiters(Busy("the server is shutting down"))
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        self._fail_engine_waiters(Busy(reason))
         if self._background:
             await asyncio.wait(self._background)
+        while self._commits:
+            await asyncio.wait(self._commits)
         for answer in self._submits.values():
             if not answer.done():
-                answer.set_exception(Busy("the server is shutting down"))
+                answer.set_exception(Busy(reason))
                 answer.exception()
         for stream in list(self.streams.values()):
-            stream.resolve(Busy("the server is shutting down"))
+            stream.resolve(Busy(reason))
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Run until cancelled. An exception is a defect: what the core has in memory cannot be trusted after it."""
         while True:
             happened = [self._observe(event) for event in await self.inbox.take()]
             effects = self.core.handle([event for event in happened if event is not None], time.monotonic())
@@ -222,15 +222,19 @@ class Driver:
 
     def _commit(self, transaction: journal.Transaction, pause: float) -> None:
         """Run a transaction, again and again while the storage fails."""
+        if self._is_ended:
+            return
         run = self._store.submit_read if transaction.only_reads else self._store.submit
         try:
             waiter = run(transaction.apply)
         except StorageError as error:
             self._retry_commit(transaction, error, pause)
             return
+        self._commits.add(waiter)
         waiter.add_done_callback(lambda done: self._on_commit(transaction, done, pause))
 
     def _on_commit(self, transaction: journal.Transaction, done: "asyncio.Future[object]", pause: float) -> None:
+        self._commits.discard(done)
         error = done.exception()
         if error is None:
             self.inbox.post(events.Committed(transaction, done.result()))

@@ -12,6 +12,8 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._events: deque[object] = deque()
         self._arrived = asyncio.Event()
+        self._is_waking = False
+        """A thread has asked the loop to look."""
 
     def post(self, event: object) -> None:
         """Add an event, on the event loop."""
@@ -21,7 +23,8 @@ class Inbox:
     def post_threadsafe(self, event: object) -> None:
         """Add an event from any thread."""
         self._events.append(event)
-        if len(self._events) == 1:
+        if not self._is_waking:
+            self._is_waking = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
@@ -30,6 +33,7 @@ class Inbox:
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
+        self._is_waking = False  # before the events are taken: one that arrives meanwhile wakes the loop again
         taken: list[object] = []
         while self._events:
             taken.append(self._events.popleft())

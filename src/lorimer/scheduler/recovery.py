@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,14 +47,20 @@ async def recover(scheduler: "Scheduler") -> None:
     """Called once, before any request is accepted."""
     known = await scheduler.store.read(retention.known_names)
     removed = await asyncio.to_thread(scheduler.directory.sweep_orphans, known)
+    num_rows = await take_up(scheduler, scheduler.models)
+    if num_rows or removed:
+        log.info("took up %d unfinished requests; removed %d unfinished files", num_rows, len(removed))
+
+
+async def take_up(scheduler: "Scheduler", models: Collection[str]) -> int:
+    """Hand the unfinished requests of these base models to their new cores; return how many there are."""
     rows = await scheduler.store.read(futures.unfinished)
-    if rows or removed:
-        log.info("taking up %d unfinished requests; removed %d unfinished files", len(rows), len(removed))
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
         found = await scheduler.store.read(_find, batch)
         for row in batch:
-            await _take_up(scheduler, row, found)
+            await _take_up(scheduler, row, found, models)
+    return len(rows)
 
 
 def _find(c: Connection, rows: Sequence[FutureRow]) -> _Found:
@@ -86,7 +92,7 @@ def _run_id(row: FutureRow) -> str:
     return f"{row.session_id}:train:{row.seq_id}" if _is_creation(row) else row.lane
 
 
-async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found) -> None:
+async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found, models: Collection[str]) -> None:
     """Hand an unfinished request to its core. Operations of a run wait there until an engine takes the run."""
     operation = operation_of(row, next(iter(scheduler.models)))
     operation.payload = found.payloads.get(row.request_id, b"")
@@ -99,13 +105,16 @@ async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found) -> Non
         outcome = await scheduler.store.submit(journal.Fail(operation, reason, "server").apply)
         scheduler.results.resolve(operation, outcome)
         return
-    scheduler.results.open[row.request_id] = operation
     if operation.kind == "create_custom_loss":
+        if any(row.request_id in driver.core.open for driver in scheduler.models.values()):
+            return
         driver = scheduler.loss_checker()
-    elif operation.base_model in scheduler.models:
+    elif operation.base_model in models:
         driver = scheduler.models[operation.base_model]
-    else:
-        return  # it waits for a server that has the model
+    else:  # its core has it, or it waits for a server that has the model
+        scheduler.results.open.setdefault(row.request_id, operation)
+        return
+    scheduler.results.open[row.request_id] = operation
     driver.post(Recovered(operation, found.runs.get(_run_id(row)), _is_creation(row)))
 
 

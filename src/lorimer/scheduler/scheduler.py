@@ -6,6 +6,7 @@ and what an earlier server left is taken up. All methods are called on one event
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import secrets
@@ -23,7 +24,7 @@ from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.losses import check_loss_id, loss_id
-from lorimer.scheduler.recovery import recover
+from lorimer.scheduler.recovery import recover, take_up
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.retention import sweep
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
@@ -72,17 +73,41 @@ class Scheduler:
         self.models: dict[str, Driver] = {}
         """Those of ``models``, once the scheduler is started."""
         self._configs = models
+        self._supervisors: list[asyncio.Task[None]] = []
         self._is_closing = False
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Take up what an earlier server left. Engines start when something needs them."""
-        for name, config in self._configs.items():
-            self.models[name] = Driver(
-                name, config, self.store, self.directory, self.limits, self.results, self.usage, self.known_losses
-            )
+        for name in self._configs:
+            self.models[name] = self._new_driver(name)
+        self._supervisors = [asyncio.create_task(self._supervise(name)) for name in self._configs]
         await recover(self)
+
+    def _new_driver(self, name: str) -> Driver:
+        return Driver(
+            name,
+            self._configs[name],
+            self.store,
+            self.directory,
+            self.limits,
+            self.results,
+            self.usage,
+            self.known_losses,
+        )
+
+    async def _supervise(self, name: str) -> None:
+        """Run the driver of a base model. If it fails by a defect, start a new one from the journal."""
+        for pause in itertools.chain((0.0, 1.0, 5.0), itertools.repeat(30.0)):
+            try:
+                await self.models[name].run()
+            except Exception:
+                log.critical("the scheduler of %s failed; it starts again from its journal", name, exc_info=True)
+            await self.models[name].end("the scheduler failed and starts again from its journal; send this again")
+            await asyncio.sleep(pause)
+            self.models[name] = self._new_driver(name)
+            await take_up(self, [name])
 
     async def close(self, timeout: float = 30.0) -> None:
         """Finish what is being computed, take a snapshot of every run, end the engines."""
@@ -91,10 +116,13 @@ class Scheduler:
             driver.stop_waiting_for_storage()
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.gather(*(driver.close() for driver in self.models.values()))
+                await asyncio.gather(*(driver.drain() for driver in self.models.values()))
         except TimeoutError:
             log.warning("not everything could be finished in %.0f s; it is taken up at the next start", timeout)
-            await asyncio.gather(*(driver.end() for driver in self.models.values()))
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*(driver.end() for driver in self.models.values()))
         await self.usage.flush()
 
     async def sweep(self) -> None:
