@@ -70,10 +70,10 @@ class ServiceTimes:
     sample_token: float
     """Of one step of decoding, for all sequences together."""
 
-    def cost_of_step(self, is_moving: bool) -> float:
-        """Return what a step of a tenant takes alone, on average; with ``is_moving`` its run is brought in for it."""
+    def cost_of_step(self, is_sampling: float, is_moving: bool = False) -> float:
+        """Return what a step of a tenant takes alone, if it samples before; ``is_moving``: its run is brought in."""
         training = self.batch + BATCH_TOKENS * self.token + self.adapter + self.step
-        sampling = SAMPLING_SHARE * SAMPLED_TOKENS * self.sample_token
+        sampling = is_sampling * SAMPLED_TOKENS * self.sample_token
         return training + sampling + (self.save + self.load if is_moving else 0.0)
 
 
@@ -174,7 +174,7 @@ class Figures:
     p50: float
     p99: float
     fairness: float
-    """Jain's index of the tenants' mean step times: 1 when all wait alike."""
+    """Jain's index of how many times as long as alone the tenants' steps take: 1 when all wait alike."""
     replayed: float
     """Share of the engine's operations that were computed again."""
     idle: float
@@ -195,7 +195,7 @@ class Simulation:
         self.disk: dict[str, SimulatedRun] = {}
         self.engine: SimulatedEngine | None = None
         self.now = 0.0
-        cost = times.cost_of_step(num_tenants > self.core.limits.max_loaded_runs)
+        cost = times.cost_of_step(SAMPLING_SHARE, num_tenants > self.core.limits.max_loaded_runs)
         self.think_seconds = num_tenants * cost / LOAD - cost
         steps = max(MIN_STEPS, STEPS // num_tenants)
         num_users = max(1, round(num_tenants * USERS_SHARE))
@@ -443,7 +443,8 @@ class Simulation:
     def _figures(self) -> Figures:
         active = [tenant for tenant in self.tenants if not tenant.is_stuck]
         durations = [seconds for tenant in active for seconds in tenant.durations]
-        means = [statistics.fmean(tenant.durations) for tenant in active]
+        alone = self.times.cost_of_step(is_sampling=0.0), self.times.cost_of_step(is_sampling=1.0)
+        means = [statistics.fmean(tenant.durations) / alone[tenant.is_sampling] for tenant in active]
         return Figures(
             num_tenants=len(self.tenants),
             num_steps=len(durations),

@@ -60,6 +60,10 @@ class Core:
         """Those in the engine, and those with something to do."""
         self.held: dict[str, RunState] = {}
         """Those restoring or loaded."""
+        self.ready: dict[str, RunState] = {}
+        """Those with operations that can be sent to the engine now."""
+        self.leaving: dict[str, RunState] = {}
+        """Those being saved to make room."""
         self.waiting = policies.WaitingRuns()
         self.open: dict[str, Operation] = {}
         """Committed requests that are not answered, by request_id."""
@@ -176,11 +180,9 @@ class Core:
             del self._touched[run]
             for step in policies.RUN_STEPS:
                 step(self, run)
-            is_held = run.phase in ("loaded", "restoring")
-            if is_held:
-                self.held[run.model_id] = run
-            else:
-                self.held.pop(run.model_id, None)
+            _index(self.held, run, run.phase in ("loaded", "restoring"))
+            _index(self.ready, run, bool(run.ready))
+            _index(self.leaving, run, run.is_leaving)
             self.waiting.update(run, run.phase == "absent" and run.has_work and run.retry_at <= self.now)
 
     # ── accepting operations of runs ──────────────────────────────────────────────────────────────────
@@ -310,7 +312,9 @@ class Core:
             self._replied(events.OperationReply(operation, flight), reason)
 
     def _take(self, sent: SentTurn, operation: Operation, flight: Flight) -> Flight:
-        self.runs[operation.lane].send(operation, flight, self.now)
+        run = self.runs[operation.lane]
+        run.send(operation, flight, self.now)
+        self.touch(run)
         sent.unanswered[flight] = operation
         if not operation.is_replay:
             self.fair.charge(operation.user_id, operation.cost)
@@ -641,14 +645,21 @@ class Core:
             run = self.runs.get(model_id)
             if run is not None and not run.has_work:
                 restoring.drop(self, run)
-                self.held.pop(model_id, None)
-                del self.runs[model_id]
+                for runs in (self.held, self.ready, self.leaving, self.runs):
+                    runs.pop(model_id, None)
         self.forget_idle()
 
     def forget_idle(self) -> None:
         """Drop runs that the store knows as well."""
         for model_id in [model_id for model_id, run in self.runs.items() if run.is_forgettable]:
             del self.runs[model_id]
+
+
+def _index(runs: dict[str, RunState], run: RunState, is_in: bool) -> None:
+    if is_in:
+        runs[run.model_id] = run
+    else:
+        runs.pop(run.model_id, None)
 
 
 def late(operation: Operation) -> InvalidInput:

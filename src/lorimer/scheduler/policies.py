@@ -94,12 +94,11 @@ def _waiting_suspect(core: "Core") -> RunState | None:
 
 def evict_for_waiting(core: "Core") -> None:
     """Make room for runs that wait."""
-    held = core.held.values()
-    num_wanted = len(core.waiting) - sum(run.is_leaving for run in held)
-    has_room = len(held) < core.limits.max_loaded_runs
+    num_wanted = len(core.waiting) - len(core.leaving)
+    has_room = len(core.held) < core.limits.max_loaded_runs
     if num_wanted <= 0 or has_room or core.is_closing or not core.is_ready or core.is_isolating:
         return
-    leaving = runs_to_evict(list(held), num_wanted, core.now, core.limits.residence_seconds, core.last_eviction)
+    leaving = runs_to_evict(list(core.held.values()), num_wanted, core.now, core.limits.residence_seconds, core.last_eviction)
     if used := [run for run in leaving if not is_away(run, core.now)]:
         core.last_eviction = Eviction(core.now, len(used))
     for run in leaving:
@@ -148,7 +147,7 @@ def send_turns(core: "Core") -> None:
         is_isolating = core.is_isolating
         if is_isolating and core.is_busy:
             return
-        ready = [run for run in core.held.values() if run.ready]
+        ready = [run for run in core.ready.values() if run.ready]
         if is_isolating:
             ready = [run for run in ready if run.has_suspect]
         if not ready:
