@@ -1,9 +1,9 @@
 """Settings that must stand before torch is loaded, the same numbers on every machine and nothing asked of the hub;
 which tests stay together when several workers run them; and the end of processes that a crashed worker leaves."""
 
-import ctypes
+import contextlib
 import os
-import sys
+import uuid
 
 import psutil
 import pytest
@@ -40,17 +40,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Together:
 
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
-    """Become the parent of processes that a crashed worker leaves: they would run on, and hold our output open."""
-    if sys.platform == "linux" and not hasattr(config, "workerinput"):
-        set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+    if not hasattr(config, "workerinput"):
+        os.environ["PYTEST_RUN_ID"] = uuid.uuid4().hex
 
 
 @pytest.hookimpl
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
+    """Kill processes that a crashed worker has left: they would run on, and hold our output open."""
+    if hasattr(config, "workerinput"):
+        return
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.environ().get("PYTEST_RUN_ID") == os.environ["PYTEST_RUN_ID"]
+            if is_ours and process.pid != os.getpid():
+                process.kill()
 
 
 @pytest.hookimpl(tryfirst=True)
