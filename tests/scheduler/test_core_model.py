@@ -4,8 +4,10 @@ After each story everything is let go on, and `World.check` looks: every acknowl
 and in order, every waiter got one answer, nobody starves. The last tests plant a bug of each kind, which must be found.
 """
 
+import ast
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -222,3 +224,21 @@ def test_only_the_steps_of_the_table_can_be_taken(heading, steps, make, walk):
             else:
                 with pytest.raises(AssertionError):
                     getattr(make(before), walk)(after)
+
+
+def assigned_fields(source: str) -> list[str]:
+    """Return assignments to fields of ``run`` or to ``status``, wherever they stand."""
+    targets: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            targets += [part for target in node.targets for part in getattr(target, "elts", [target])]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets.append(node.target)
+    fields = [target for target in targets if isinstance(target, ast.Attribute)]
+    return [ast.unparse(one) for one in fields if ast.unparse(one.value) in ("run", "state") or one.attr == "status"]
+
+
+def test_runs_and_operations_are_changed_in_one_module():
+    assert assigned_fields("run.saving, x = None, 1\noperation.status = 'done'") == ["run.saving", "operation.status"]
+    found = {path.name: assigned_fields(path.read_text()) for path in Path(runs.__file__).parent.glob("*.py")}
+    assert [name for name, fields in found.items() if fields] == ["runs.py"]

@@ -93,7 +93,8 @@ class Core:
         self._settle()
         for policy in policies.POLICIES:
             policy(self)
-            self._settle()
+            if self._touched:
+                self._settle()
         effects, self._effects = self._effects, []
         return effects
 
@@ -149,13 +150,13 @@ class Core:
         """Have a transaction committed; ``run`` is not restored from its journal before that ends."""
         self._commits[transaction] = run
         if run is not None:
-            run.num_commits += 1
+            run.count_commit(1)
         self.emit(Commit(transaction))
 
     def _end_commit(self, transaction: journal.Transaction) -> None:
         run = self._commits.pop(transaction)
         if run is not None:
-            run.num_commits -= 1
+            run.count_commit(-1)
             self.touch(run)
 
     @property
@@ -191,9 +192,6 @@ class Core:
         run = self.runs.get(row.model_id)
         if run is None:
             run = self.runs[row.model_id] = RunState(row, self.now)
-            if row.corrupted:
-                run.error = row.corrupted
-                run.enter("corrupted")
         return run
 
     def _submit(self, operation: Operation, row: Run) -> None:
@@ -250,7 +248,7 @@ class Core:
             self.touch(run)
 
     def _arrive(self, run: RunState, operation: Operation) -> None:
-        run.last_used = self.now
+        run.use(self.now)
         self._count(operation)
         is_in_time = run.accept(operation)
         if run.phase == "corrupted":
@@ -277,7 +275,7 @@ class Core:
             run = self.run_of(event.run)
             operation.advance("held")
             if event.is_creation:
-                run.creation = operation
+                run.begin_creation(operation)
             else:
                 run.operations[operation.seq_id] = operation
                 self._count(operation)
@@ -448,7 +446,7 @@ class Core:
         self.open.pop(operation.request_id, None)
         run = self.runs.get(operation.lane)
         if run is not None and run.forget(operation):
-            run.last_used = self.now
+            run.use(self.now)
             self.open_bytes.give_back(operation.user_id, operation.size)
             self.num_open -= 1
             self.fair.leave(operation.user_id)
@@ -460,13 +458,10 @@ class Core:
         if run.phase == "loaded":
             restoring.drop(self, run)
         reason = self.redact(reason)
-        run.restore = None
-        run.error = reason
-        run.enter("corrupted")
+        run.corrupt(reason)
         self.commit(journal.MarkCorrupted(run.model_id, reason), run)
-        if run.creation is not None:
-            self.fail(run.creation, InvalidInput(reason))
-            run.creation = None
+        if (creation := run.end_creation(self.now)) is not None:
+            self.fail(creation, InvalidInput(reason))
         for operation in list(run.operations.values()):
             if operation.is_open and operation.status != "committing":
                 self.fail(operation, InvalidInput(reason))
@@ -543,7 +538,7 @@ class Core:
             creation.received = self.now
             creation.advance("held")
             run = self.run_of(row)
-            run.creation = creation
+            run.begin_creation(creation)
             self.touch(run)
         self.emit(Admit(creation, future.request_id, row.model_id))
 

@@ -98,7 +98,9 @@ def evict_for_waiting(core: "Core") -> None:
     has_room = len(core.held) < core.limits.max_loaded_runs
     if num_wanted <= 0 or has_room or core.is_closing or not core.is_ready or core.is_isolating:
         return
-    leaving = runs_to_evict(list(core.held.values()), num_wanted, core.now, core.limits.residence_seconds, core.last_eviction)
+    leaving = runs_to_evict(
+        list(core.held.values()), num_wanted, core.now, core.limits.residence_seconds, core.last_eviction
+    )
     if used := [run for run in leaving if not is_away(run, core.now)]:
         core.last_eviction = Eviction(core.now, len(used))
     for run in leaving:
@@ -191,9 +193,9 @@ def watch_gap(core: "Core", run: RunState) -> None:
     """Start or stop the clock of a run that waits for a missing seq_id."""
     missing = run.lane.missing if run.lane is not None else None
     if missing is None:
-        run.gap_seq = run.gap_since = None
+        run.end_gap()
     elif run.gap_since is None and not core.is_closing:
-        run.gap_seq, run.gap_since = missing, core.now
+        run.watch_gap(missing, core.now)
         core.emit(SetTimer(Timer("gap", run.model_id), core.limits.gap_seconds))
 
 
@@ -202,7 +204,7 @@ def close_gap(core: "Core", run: RunState) -> None:
     lane, seconds = run.lane, core.limits.gap_seconds
     if lane is None or run.gap_since is None or core.now < run.gap_since + seconds or core.is_closing:
         return  # a timer of an earlier gap
-    missing, run.gap_seq, run.gap_since = run.gap_seq, None, None
+    missing = run.end_gap()
     gaps = lane.gaps()
     is_coming = any(first <= seq <= last for first, last in gaps for seq in run.operations)
     if lane.missing != missing or is_coming:  # it came, or is being committed
@@ -217,7 +219,7 @@ def close_gap(core: "Core", run: RunState) -> None:
 
 
 def gaps_abandoned(core: "Core", run: RunState, operations: Sequence[Operation], outcomes: Sequence[Outcome]) -> None:
-    run.is_abandoning = False
+    run.end_abandoning()
     for operation, outcome in zip(operations, outcomes, strict=True):
         core.resolve(operation, outcome)
     core.touch(run)

@@ -47,7 +47,7 @@ def journal_read(core: "Core", transaction: journal.ReadJournal | journal.FallBa
     if found is None:
         _put_off(core, run, InvalidInput("it is not stored any more"))
         return
-    run.row = found.run
+    run.adopt(found.run)
     run.restore.journal = found
     if found.run.corrupted:
         _put_off(core, run, InvalidInput(found.run.corrupted))
@@ -134,9 +134,7 @@ def loaded(core: "Core", run: RunState) -> None:
 
 
 def creation_committed(core: "Core", run: RunState, outcome: Outcome) -> None:
-    creation = run.creation
-    run.creation, run.last_used = None, core.now  # its client hears of it only now
-    if creation is not None:
+    if (creation := run.end_creation(core.now)) is not None:
         core.resolve(creation, outcome)
     if run.restore is not None and run.restore.stage == "creating":
         loaded(core, run)
@@ -153,7 +151,7 @@ def failed(core: "Core", run: RunState, number: int | None, error: Exception) ->
 
 def _put_off(core: "Core", run: RunState, error: Exception) -> None:
     """Retry later, or give the run up if that would not help."""
-    run.failures += 1
+    run.put_off(core.now + RETRY_SECONDS)
     text = str(error)
     core.report(f"run not restored: {text}", run, error)
     drop(core, run)
@@ -162,7 +160,6 @@ def _put_off(core: "Core", run: RunState, error: Exception) -> None:
         is_new = run.creation is not None and not run.operations
         core.corrupt(run, text if is_new else f"run {run.model_id} cannot be restored: {text}")
     else:
-        run.retry_at = core.now + RETRY_SECONDS
         core.emit(SetTimer(Timer("retry", run.model_id), RETRY_SECONDS))
     core.touch(run)
 

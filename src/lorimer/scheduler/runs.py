@@ -35,6 +35,7 @@ from lorimer.store.runs import Run
 
 Status = Literal["received", "held", "queued", "running", "committing", "done", "failed"]
 Phase = Literal["absent", "restoring", "loaded", "corrupted"]
+SavingPurpose = Literal["due", "creation", "park", "close"]
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 STATUS_STEPS: dict[Status, frozenset[Status]] = {
@@ -278,7 +279,7 @@ class Restore:
 class Saving:
     """A snapshot being written, and what follows it."""
 
-    purpose: Literal["due", "creation", "park", "close"]
+    purpose: SavingPurpose
     is_forced: bool = False
     """Park the run even if operations wait for it."""
     stage: Literal["draining", "saving", "settling", "verifying", "committing"] = "draining"
@@ -294,6 +295,7 @@ class Saving:
 class RunState:
     row: Run
     last_used: float
+    model_id: str = field(init=False)
     phase: Phase = "absent"
     error: str = ""
     """Why it is corrupted."""
@@ -338,9 +340,10 @@ class RunState:
     snapshot_cost: float = 0.0
     """Seconds the last snapshot took."""
 
-    @property
-    def model_id(self) -> str:
-        return self.row.model_id
+    def __post_init__(self) -> None:
+        self.model_id = self.row.model_id
+        if self.row.corrupted:
+            self.corrupt(self.row.corrupted)
 
     @property
     def has_work(self) -> bool:
@@ -415,6 +418,70 @@ class RunState:
             return False
         del self.operations[operation.seq_id]
         return True
+
+    def corrupt(self, reason: str) -> None:
+        """Give the run up; what waits for it fails."""
+        self.restore = None
+        self.error = reason
+        self.enter("corrupted")
+
+    def use(self, now: float) -> None:
+        """A client used it, or heard of it."""
+        self.last_used = now
+
+    def adopt(self, row: Run) -> None:
+        """Its row in the store is ``row`` now."""
+        self.row = row
+
+    def count_commit(self, change: Literal[1, -1]) -> None:
+        self.num_commits += change
+
+    def begin_creation(self, creation: Operation) -> None:
+        self.creation = creation
+
+    def end_creation(self, now: float) -> Operation | None:
+        """Return the request that made the run, whose end is committed or about to be."""
+        creation, self.creation, self.last_used = self.creation, None, now
+        return creation
+
+    def watch_gap(self, missing: int, now: float) -> None:
+        self.gap_seq, self.gap_since = missing, now
+
+    def end_gap(self) -> int | None:
+        """Stop waiting for the missing seq_id; return it."""
+        missing, self.gap_seq, self.gap_since = self.gap_seq, None, None
+        return missing
+
+    def end_abandoning(self) -> None:
+        self.is_abandoning = False
+
+    def begin_saving(self, purpose: SavingPurpose, *, is_forced: bool = False) -> Saving:
+        self.saving = Saving(purpose, is_forced)
+        return self.saving
+
+    def write_saving(self, saving: Saving, name: str) -> None:
+        """The engine is asked to write the run as it is after the last operation it was sent."""
+        saving.stage, saving.name = "saving", name
+        saving.seq_id = 0 if saving.purpose == "creation" else self.sent_seq
+        saving.work_seconds, self.work_seconds = self.work_seconds, 0.0
+
+    def saving_written(self, saving: Saving, seconds: float) -> None:
+        self.snapshot_cost = seconds
+        saving.stage = "settling"
+
+    def end_saving(self) -> None:
+        self.saving = None
+
+    def lose_saving(self) -> None:
+        """The engine ended before it had written the snapshot."""
+        if self.saving is not None:
+            self.work_seconds += self.saving.work_seconds
+            self.saving = None
+
+    def put_off(self, retry_at: float) -> None:
+        """Restoring it failed; it may be tried again then."""
+        self.failures += 1
+        self.retry_at = retry_at
 
     def skip(self, seq_id: int) -> None:
         if self.lane is not None:

@@ -7,13 +7,13 @@ until the next. So a torn snapshot makes a replay longer and loses nothing, and 
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lorimer.engine import messages
 from lorimer.errors import StorageError
 from lorimer.scheduler import journal, restoring
 from lorimer.scheduler.events import Discard, Report, Send, SnapshotReply, Verify
-from lorimer.scheduler.runs import Flight, Operation, RunState, Saving
+from lorimer.scheduler.runs import Flight, Operation, RunState, Saving, SavingPurpose
 from lorimer.store.runs import Run
 
 if TYPE_CHECKING:
@@ -32,13 +32,12 @@ def take_if_due(core: "Core", run: RunState) -> None:
 
 def park(core: "Core", run: RunState, *, is_forced: bool) -> None:
     """Take a run out of the engine, with ``is_forced`` even if operations wait for it; it comes back when needed."""
-    run.saving = Saving("park", is_forced)
+    run.begin_saving("park", is_forced=is_forced)
     core.touch(run)
 
 
-def begin(core: "Core", run: RunState, purpose: Literal["due", "creation", "close"]) -> None:
-    run.saving = Saving(purpose)
-    _save(core, run, run.saving)
+def begin(core: "Core", run: RunState, purpose: SavingPurpose) -> None:
+    _save(core, run, run.begin_saving(purpose))
 
 
 def advance(core: "Core", run: RunState) -> None:
@@ -60,9 +59,7 @@ def advance(core: "Core", run: RunState) -> None:
 
 def _save(core: "Core", run: RunState, saving: Saving) -> None:
     """Have the engine write the run as it is after the last operation it was sent."""
-    saving.stage, saving.name = "saving", core.new_name()
-    saving.seq_id = 0 if saving.purpose == "creation" else run.sent_seq
-    saving.work_seconds, run.work_seconds = run.work_seconds, 0.0
+    run.write_saving(saving, core.new_name())
     core.emit(Send(save_command(core, run.model_id, saving.name), SnapshotReply(run.model_id, saving.name)))
 
 
@@ -74,8 +71,7 @@ def replied(core: "Core", run: RunState, reply: messages.Result | Exception) -> 
         _failed(core, run, saving, reply)
         return
     assert isinstance(reply, messages.StateResult)
-    run.snapshot_cost = reply.seconds
-    saving.stage = "settling"
+    run.saving_written(saving, reply.seconds)
     core.touch(run)
 
 
@@ -107,7 +103,7 @@ def committed(core: "Core", model_id: str, name: str, row: Run | None, obsolete:
 def adopt(core: "Core", run: RunState, row: Run | None, obsolete: Iterable[str]) -> None:
     """The row of the run is ``row`` now, and names the ``obsolete`` snapshots no more."""
     if row is not None:
-        run.row = row
+        run.adopt(row)
     if names := list(obsolete):
         core.emit(Discard("snapshots", names))
 
@@ -121,7 +117,7 @@ def commit_failed(core: "Core", run: RunState, name: str, error: Exception) -> N
 def _failed(core: "Core", run: RunState, saving: Saving, error: Exception) -> None:
     # The run goes on; only a replay would take longer. The next attempt comes after as much work again.
     if saving.purpose == "creation":
-        run.saving = None
+        run.end_saving()
         if run.restore is not None:
             restoring.failed(core, run, run.restore.number, error)
     else:
@@ -132,7 +128,7 @@ def _failed(core: "Core", run: RunState, saving: Saving, error: Exception) -> No
 
 
 def _end(core: "Core", run: RunState, saving: Saving) -> None:
-    run.saving = None
+    run.end_saving()
     if saving.purpose == "creation" and run.restore is not None:
         restoring.loaded(core, run)
     elif saving.purpose == "park" and run.phase == "loaded" and (saving.is_forced or not run.operations):
@@ -146,8 +142,7 @@ def engine_ended(core: "Core", run: RunState) -> None:
     if saving is None:
         return
     if saving.stage in ("draining", "saving"):
-        run.work_seconds += saving.work_seconds
-        run.saving = None
+        run.lose_saving()
         if saving.name:
             core.emit(Discard("snapshots", [saving.name]))
 
