@@ -77,7 +77,7 @@ class Lorimer:
     def sample(
         self, prompts: list[np.ndarray], num_samples: int, num_new: int, with_adapter: bool
     ) -> list[list[SampledSequence]]:
-        """``num_new`` tokens for each sample; all prompts are asked for at once, as requests of their own."""
+        """``num_new`` tokens for each sample; all prompts are asked for together, as requests of their own."""
         sampler_id = self.sampler_id if with_adapter else None
         params = SamplingParams(max_tokens=num_new, stop=[], seed=next(self._numbers))
         for i, prompt in enumerate(prompts):

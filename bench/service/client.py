@@ -111,7 +111,7 @@ class Sampler:
         return (await call(self.pool, "asample", body)).json()["request_id"]
 
     async def finished(self, cursor: int, retrieved: list[str]) -> tuple[list[str], int]:
-        """What has finished since ``cursor``: a long poll for all futures at once."""
+        """What has finished since ``cursor``: a long poll for all futures together."""
         target = {"sampling_session_id": self.sampling_session_id, "cloned_sampler_id": 0, "type": "sampling_session"}
         body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": retrieved}
         found = (await call(self.pool, "retrieve_futures", body)).json()

@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client: connections that stay open, as many as are needed at once.
+"""A lean HTTP/1.1 client: connections that stay open, as many as are needed concurrently.
 
 It does little, so that what is measured is the server's time and not a library's. Answers come with a length, as
 Lorimer's do.
@@ -14,7 +14,7 @@ import msgspec
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MOST_OPENING = 200
-"""Connections that are being opened at once: fewer than a server's backlog holds."""
+"""Connections that are being opened concurrently: fewer than a server's backlog holds."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A process that waits for many futures at once, each with a poll of its own: ``python -m bench.service.pollers``.
+"""A process that waits for many futures, each with a poll of its own: ``python -m bench.service.pollers``.
 
 Arguments are host and port; standard input has the ids, one a line. It prints how many results it got. It is a process
 of its own so that its work is not taken for the server's.

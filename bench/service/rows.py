@@ -77,7 +77,7 @@ async def direct_forward(engine: EngineProcess, request_id: str) -> None:
 
 
 async def samples(bench: Bench) -> list[Figure]:
-    """Many samples at once: each with a poll of its own, then all with one poll for the sampling session."""
+    """Many concurrent samples: each with a poll of its own, then all with one poll for the sampling session."""
     figures: list[Figure] = []
     async with bench.server("samples") as (server, pool):
         num_samples = allow_files(bench.sizes.num_samples)
@@ -131,7 +131,7 @@ async def poll_session(sampler: Sampler, num_samples: int, num_tokens: int) -> l
 
 
 def sample_figures(name: str, num_samples: int, seconds: list[float], wall: float, growth: str) -> list[Figure]:
-    text = f"{num_samples} samples at once, {name}"
+    text = f"{num_samples} concurrent samples, {name}"
     slowest = max(seconds) / median(seconds)
     details = f"{wall:.1f} s in all, {num_samples / wall:.0f} samples/s, {spread(seconds)}; {growth}"
     return [
@@ -151,7 +151,7 @@ def grown(before: Weight, after: Weight) -> str:
 
 
 async def clients(bench: Bench) -> list[Figure]:
-    """Many clients train at once, each a run of its own. Equal data and seeds must give them all the same losses.
+    """Many clients train concurrently, each a run of its own. Equal data and seeds must give them all the same losses.
 
     Once with all runs in the engine's memory, once with the usual limit, beyond which runs take turns there.
     """
@@ -174,7 +174,7 @@ async def clients(bench: Bench) -> list[Figure]:
             f"{wall:.1f} s in all, {2 * len(steps) / wall:.0f} operations/s; a step of two operations {spread(steps)}; "
             f"API process {weight.api / MIB:.0f} MiB, engine {weight.engine / MIB:.0f} MiB"
         )
-        text = f"{sizes.num_clients} clients of {sizes.num_steps} steps at once, {name}"
+        text = f"{sizes.num_clients} concurrent clients of {sizes.num_steps} steps, {name}"
         ratio = max(seconds) / min(seconds)
         figures += [
             Figure(text=f"{text}: lost", value=sizes.num_clients - len(good), details=details, aim="lost"),

@@ -59,7 +59,7 @@ class Side:
 
 
 async def sdk(bench: Bench) -> list[Figure]:
-    """Many calls at once, of training and of sampling; each side makes the same ones."""
+    """Many concurrent calls of training and of sampling; each side makes the same ones."""
     async with bench.server("sdk") as (server, _):
         return await asyncio.to_thread(race, bench, f"http://{server.host}:{server.port}")
 
@@ -74,7 +74,7 @@ def race(bench: Bench, url: str) -> list[Figure]:
     ):
         sides = {"ours": Side.open(lorimer, ours), "official": Side.open(tinker, theirs)}
         return [
-            figure(f"{count} tiny `{call}` calls at once, all results", compete_with(bench, sides, call, count))
+            figure(f"{count} concurrent tiny `{call}` calls, all results", compete_with(bench, sides, call, count))
             for call, count in counts.items()
         ]
 

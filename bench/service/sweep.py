@@ -1,4 +1,4 @@
-"""Several runs at once against one run over as many tokens: what sharing an engine costs, through the whole service.
+"""Several concurrent runs against one run over as many tokens: what sharing an engine costs, through the whole service.
 
 All train with the cookbook's loop and our SDK, as the recipe ``sweep`` does, from a run's creation to its last
 checkpoint. The one run gets the same batches: those of a step joined to one, or one after the other.
@@ -31,8 +31,8 @@ NUM_TOKENS = 32
 MOST_SECONDS = 600.0
 WARM_STEPS = 2
 
-Way = Literal["at once", "larger batches", "more steps"]
-WAYS: tuple[Way, ...] = ("at once", "larger batches", "more steps")
+Way = Literal["concurrent", "larger batches", "more steps"]
+WAYS: tuple[Way, ...] = ("concurrent", "larger batches", "more steps")
 
 
 class Repeated:
@@ -51,7 +51,7 @@ class Repeated:
 
 
 async def sweep(bench: Bench) -> list[Figure]:
-    """The time of several runs at once over that of one run, in both of its ways."""
+    """The time of several concurrent runs over that of one run, in both of its ways."""
     model = MODEL if bench.shared is not None else TINY
     async with bench.server("sweep", model) as (server, _):
         return await asyncio.to_thread(race, bench, server, model)
@@ -80,7 +80,7 @@ def race(bench: Bench, server: BenchServer, model: str) -> list[Figure]:
         ]
         rounds = sizes.sweep_rounds
         timings = compete(contestants, num_rounds=rounds, most_seconds=MOST_SECONDS, progress=bench.progress)
-    text = f"{sizes.sweep_runs} runs of {sizes.sweep_steps} steps of {sizes.sweep_batch} sequences at once"
+    text = f"{sizes.sweep_runs} concurrent runs of {sizes.sweep_steps} steps of {sizes.sweep_batch} sequences"
     return [figure(f"{text} over one run of as many tokens, {way}", timings, way, computed) for way in WAYS[1:]]
 
 
@@ -99,7 +99,7 @@ def configs(
     data = [datum_from_tokens(row, [1.0] * len(row)) for row in tokens]
     dataset = ShuffledDataset[Datum](data, batch_size, num_epochs=-(-num_steps // 2))
     repeated = Repeated(dataset, num_runs, in_one_batch=way == "larger batches")
-    batches: Dataset[Datum] = dataset if way == "at once" else repeated
+    batches: Dataset[Datum] = dataset if way == "concurrent" else repeated
     return [
         supervised.Config(
             log_dir=directory / str(index),
@@ -110,7 +110,7 @@ def configs(
             rank=RANK,
             sinks=["jsonl"],
         )
-        for index in range(num_runs if way == "at once" else 1)
+        for index in range(num_runs if way == "concurrent" else 1)
     ]
 
 
@@ -124,11 +124,11 @@ def train(settings: list[supervised.Config], service: lorimer.ServiceClient) -> 
 
 
 def figure(text: str, timings: Timings, way: Way, computed: dict[Way, list[float]]) -> Figure:
-    many, one = timings.best("at once"), timings.best(way)
-    processors = [f"{median(computed[each]):.1f} s" for each in ("at once", way)]
+    many, one = timings.best("concurrent"), timings.best(way)
+    processors = [f"{median(computed[each]):.1f} s" for each in ("concurrent", way)]
     return Figure(
         text=text,
         value=many.median / one.median,
-        details=f"at once {many.duration()}, one run {one.duration()}; processor time {' and '.join(processors)}",
+        details=f"concurrent {many.duration()}, one run {one.duration()}; processor time {' and '.join(processors)}",
         aim="sweep",
     )

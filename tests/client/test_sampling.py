@@ -1,4 +1,4 @@
-"""The sampling client against a real server: values, many at once, copies in other processes, giving up."""
+"""The sampling client against a real server: values, many together, copies in other processes, giving up."""
 
 import asyncio
 import base64

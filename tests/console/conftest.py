@@ -157,7 +157,7 @@ def remembered(url: str, key: str) -> Any:
 
 
 class Trainer:
-    """The SDK at work in a thread of its own; every method returns when it is done, `begin` at once."""
+    """The SDK at work in a thread of its own; every method returns when it is done, `begin` immediately."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "sdk")

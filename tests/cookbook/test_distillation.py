@@ -119,7 +119,7 @@ async def test_student_comes_nearer_to_its_teacher(service, taught, log_dir):
 
 
 async def test_interrupted_run_ends_as_an_uninterrupted_one(service, taught, log_dir):
-    """To the bit, since no two samples are under way at once, whose company would decide how they are rounded."""
+    """To the bit, since no two samples are under way together, whose company would decide how they are rounded."""
     prompts = [Prompt(ModelInput.from_ints([first, first + 1])) for first in range(1, 7)]
     alone = {"dataset": ShuffledDataset(prompts, 1), "num_samples": 1}
     whole = await distillation.train(config(log_dir / "whole", taught, **alone), service)

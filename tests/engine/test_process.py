@@ -420,7 +420,7 @@ def test_a_callback_may_send_the_next_command_whatever_its_size(engine):
 
 
 def test_sending_does_not_wait_for_the_engine(engine):
-    """Commands of many megabytes leave at once although the engine reads nothing."""
+    """Commands of many megabytes leave immediately although the engine reads nothing."""
     data = make_operation("", "", lengths=[500] * 500).data
     os.kill(engine.pid, signal.SIGSTOP)
     try:

@@ -70,7 +70,7 @@ class Client:
             connection.close()
 
     def send(self, *commands):
-        """In one piece, so that the worker has all of them at once."""
+        """In one piece, so that the worker has all of them together."""
         messages = [encode(command) for command in commands]
         self._socket.sendall(b"".join(len(m).to_bytes(8, "little") + m for m in messages))
 

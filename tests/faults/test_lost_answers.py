@@ -26,7 +26,7 @@ CUTS = (
 
 
 def counts(server: Supervisor) -> dict[str, int]:
-    """How often each kind of request is on record, and what came of them."""
+    """How often each kind of request is stored, and what came of them."""
     with closing(sqlite3.connect(f"file:{server.data / 'lorimer.db'}?mode=ro", uri=True)) as database:
         kinds = dict(database.execute("select kind, count(*) from futures group by kind").fetchall())
         for table in ("runs", "checkpoints", "samplers", "weights"):

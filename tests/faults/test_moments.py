@@ -131,7 +131,7 @@ CUTS = [
     ],
 )
 def test_killed_between_a_request_and_its_answer(places, expected, path, cut):
-    """The server has the request, on record or not yet; the client never hears of it and asks again."""
+    """The server has the request, committed or not yet; the client never hears of it and asks again."""
     place = places[SELDOM]
     with BreakingWire(place.server.port) as wire:
         program = place.program(wire.url)

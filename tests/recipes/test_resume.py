@@ -35,7 +35,7 @@ DEADLINE_SECONDS = 200
 
 @dataclass(frozen=True)
 class Case:
-    """A small run of a recipe, and how much it has on record when it is killed, and killed again."""
+    """A small run of a recipe, and how much it has stored when it is killed, and killed again."""
 
     kills: tuple[int, int]
     options: dict[str, object] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def records(log_dir: Path) -> dict[str, Any]:
 
 
 def num_recorded(log_dir: Path) -> int:
-    """How many steps or answers are on record."""
+    """How many steps or answers are stored."""
     notes = [json.loads(path.read_text("utf-8")).get("step", 0) for path in log_dir.glob("*.json")]
     logs = [path for path in log_dir.rglob("*.jsonl") if path.name in ("metrics.jsonl", "output.jsonl")]
     return sum(notes) + sum(len(read_jsonl(path)) for path in logs)
@@ -168,7 +168,7 @@ def start(recipe: str, arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def starting() -> Any:
-    """Processes that begin with everything imported, so that a recipe is at work at once."""
+    """Processes that begin with everything imported, so that a recipe is at work immediately."""
     context = multiprocessing.get_context("forkserver")
     tokenizers = "transformers.models.auto.tokenization_auto"
     context.set_forkserver_preload([tokenizers, *(f"lorimer.recipes.{recipe}" for recipe in CASES)])

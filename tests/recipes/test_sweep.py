@@ -1,4 +1,4 @@
-"""Several runs at once: a directory for each, a table and a plot."""
+"""Several concurrent runs: a directory for each, a table and a plot."""
 
 from lorimer.cookbook.logs import read_metrics
 

@@ -1,4 +1,4 @@
-"""Nobody gets in without a key, wherever they knock; a revoked key ends at once."""
+"""Nobody gets in without a key, wherever they knock; a revoked key ends immediately."""
 
 import time
 from datetime import UTC, datetime, timedelta

@@ -1,4 +1,4 @@
-"""How many sessions of a user may be alive at once."""
+"""How many sessions of a user may be alive concurrently."""
 
 import pytest
 

@@ -66,7 +66,7 @@ class UploadedLoss:
         assert self.second.loss != pytest.approx(self.first.loss, rel=1e-3), "the step before the kill counts"
 
     async def after_the_server(self, client: Client) -> None:
-        """The new server has the loss on record, and the gradient from before; number 4 was refused and used up."""
+        """The new server has stored the loss, and the gradient from before; number 4 was refused and used up."""
         assert (await client.step(self.run_id, 5))["metrics"]["optimizer_step"] == 2
         assert (await client.step(self.twin, 4))["metrics"]["optimizer_step"] == 2
         np.testing.assert_allclose(
@@ -78,7 +78,7 @@ class UploadedLoss:
 
 
 class Poller:
-    """A client that asks for all its samples at once, and keeps its cursor; what it has not fetched is named to it."""
+    """A client that asks for all its samples together, and keeps its cursor; what it has not fetched is named to it."""
 
     def __init__(self, client: Client) -> None:
         self.client, self.cursor = client, 0

@@ -1,4 +1,4 @@
-"""Parts of many steps are reduced at once to what they are reduced to one by one."""
+"""Parts of many steps are reduced together to what they are reduced to one by one."""
 
 import math
 

@@ -16,7 +16,7 @@ ROOM = {"most_names": 1000, "most_values": 1_000_000}
 
 @pytest.fixture
 def measure(store, run):
-    """Puts an operation on record: one that is called a step ends one."""
+    """Commits an operation: one that is called a step ends one."""
 
     def add(seq_id, values, num_datums=1, is_step=False):
         store.write_now(metrics.add_operation, run.model_id, seq_id, values, num_datums=num_datums, is_step=is_step)
@@ -100,7 +100,7 @@ def test_a_cursor_gives_what_is_new_or_written_again(measure, tell, read):
 
 def test_operations_on_record_in_another_order_end_in_the_right_steps(measure, read):
     measure(1, {"loss:sum": 1.0})
-    measure(3, {"loss:sum": 3.0})  # of the second step, whose first is not on record yet
+    measure(3, {"loss:sum": 3.0})  # of the second step, whose first is not committed yet
     before, cursor = read()
     assert before == {"engine/loss:sum": [(1, 4.0)]}
     measure(2, {"grad_norm": 0.5}, is_step=True)

@@ -7,7 +7,7 @@
 The reference is the name of a base model or a `tinker://` path, given or in the file that `sft_gsm8k` and `rl_gsm8k`
 write. A line of the output has `question`, `answer` (what the model wrote) and `reference` (the answer in the data, if
 any). An interrupted run goes on: the same command asks only what has no answer yet.
-The speed is that of the server, with 64 questions at once.
+The speed is that of the server, with 64 questions under way.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ def main(
     num_samples: Annotated[int, typer.Option(help="answers to each question; with more, eval gives pass@k", min=1)] = 1,
     suffix: Annotated[str, typer.Option(help="added to each question, to ask for the form")] = "",
     renderer_name: Annotated[str, typer.Option("--renderer", help="auto, template, no_thinking or text")] = "auto",
-    concurrency: Annotated[int, typer.Option(help="questions asked at once", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="questions asked concurrently", min=1)] = 64,
     seed: int = 0,
 ) -> None:
     reference = model_file.read_text("utf-8").strip() if model_file else model

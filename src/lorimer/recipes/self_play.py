@@ -6,7 +6,7 @@ A pile of stones; players take one, two or three in turn; who takes the last one
 which nobody tells the players. Two adapters of one base model begin with the rules (a short supervised stage on random
 legal moves), then each learns from its games against the other as it is at that step. The pile is all there is to see,
 so one request for each pile draws the moves of all games of a step; what a move is worth is the mean result of the
-games in which it was made. Both players are sampled and trained at once, in the same passes of one server. With
+games in which it was made. Both players are sampled and trained together, in the same passes of one server. With
 lorimer/tiny, 3.5 minutes of processor time on 2 virtual cores without bfloat16, measured while they were busy: 39 % of
 the sampled moves from piles that can be won are winning ones in the first step, 54 % in the last five; of the likeliest
 moves 43 % before, 57 % and 71 % after it.

@@ -1,4 +1,4 @@
-"""Several learning rates and ranks at once on one server: the runs share the base model and its passes.
+"""Several learning rates and ranks side by side on one server: the runs share the base model and its passes.
 
     python -m lorimer.recipes.sweep --learning-rates 1e-3,3e-3,1e-2 --ranks 4,16
 

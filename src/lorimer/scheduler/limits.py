@@ -17,7 +17,7 @@ class SchedulerLimits:
     max_queued_samples: int = 20_000
     """Of one base model; more are answered with 429."""
     max_running_samples: int = 384
-    """Sequences handed to an engine at once; the rest wait here, where users take turns."""
+    """Sequences handed to an engine concurrently; the rest wait here, where users take turns."""
     max_stored_bytes: int = 0
     """Of a user's checkpoints, where they have no quota of their own; 0 is no limit."""
     max_losses_per_session: int = 64

@@ -1,7 +1,7 @@
 """Who a credential belongs to: API keys and the tokens exchanged for them, remembered for a short time.
 
-A key is known by the SHA-256 of its secret; secrets are neither kept nor logged. A revoked key is forgotten at once in
-this process, and within ``REMEMBER_SECONDS`` in any other that serves the same database.
+A key is known by the SHA-256 of its secret; secrets are neither kept nor logged. A revoked key is forgotten immediately
+in this process, and within ``REMEMBER_SECONDS`` in any other that serves the same database.
 """
 
 import hashlib
@@ -98,7 +98,7 @@ class Credentials:
         return user
 
     async def revoke(self, key_id: int) -> bool:
-        """End a key at once; false if there is none, or it was revoked before."""
+        """End a key immediately; false if there is none, or it was revoked before."""
         revoked: bool = await self._store.write(users.revoke_key, key_id)
         self._found.clear()
         return revoked

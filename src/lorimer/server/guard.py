@@ -1,7 +1,8 @@
 """The outermost layer: every request gets an id, a log line, a count and safe headers, and some are turned away.
 
-Turned away are foreign hosts and origins, ambiguous framing, too many at once, in all or from one address, and new work
-while the server ends. An error that nobody expected is answered with 500 in our shape; what it was stays in the log.
+Turned away are foreign hosts and origins, ambiguous framing, too many concurrent requests, in all or from one address,
+and new work while the server ends. An error that nobody expected is answered with 500 in our shape; what it was stays
+in the log.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Runs the application on a port, in this process, until it is told to stop.
 
 Granian's embedded server serves it: 1,500 held polls cost other requests less than a millisecond, a client that leaves
-is noticed at once, and half-sent headers are dropped after a time that uvicorn cannot set. It is given a socket bound
-here, because its own would share a port that another server already has. What is shown meanwhile is in ``banner.py``.
+is noticed immediately, and half-sent headers are dropped after a time that uvicorn cannot set. It is given a socket
+bound here, because its own would share a port that another server already has. What is shown meanwhile is in
+``banner.py``.
 """
 
 import asyncio
@@ -106,7 +107,7 @@ def run(settings: Settings, announce: Announce) -> None:
 
 
 async def serve(settings: Settings, announce: Announce) -> None:
-    """Serve until SIGINT or SIGTERM, then end in order; a second signal ends the process at once.
+    """Serve until SIGINT or SIGTERM, then end in order; a second signal ends the process immediately.
 
     ``announce`` runs beside the server once it listens, with its address. A ``LorimerError`` that it raises ends the
     server.
@@ -165,7 +166,7 @@ def raise_file_limit(num_requests: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < num_requests:
-        logger.warning("at most %d files can be open, so about that many requests can wait at once", most)
+        logger.warning("at most %d files can be open, so about that many requests can wait concurrently", most)
 
 
 def with_signals(stop: asyncio.Event) -> None:

@@ -169,7 +169,7 @@ class Settings:
         int, Meaning("Most unfinished sample requests of one base model; more are answered 429.", 1)
     ] = LIMITS.max_queued_samples
     max_running_samples: Annotated[
-        int, Meaning("Sample requests an engine works on at once; users take turns for the rest.", 1)
+        int, Meaning("Sequences an engine decodes concurrently; users take turns for the rest.", 1)
     ] = LIMITS.max_running_samples
     max_losses_per_session: Annotated[int, Meaning("Most custom losses of one session.", 1)] = (
         LIMITS.max_losses_per_session
@@ -185,10 +185,10 @@ class Settings:
         LIMITS.max_loaded_samplers
     )
     max_concurrent_requests: Annotated[
-        int, Meaning("Most requests held at once; users share them, and more are answered 429.", 1)
+        int, Meaning("Most requests held concurrently; users share them, and more are answered 429.", 1)
     ] = 20_000
     max_requests_per_address: Annotated[
-        int, Meaning("Most requests of one client address held at once; more are answered 429.", 1)
+        int, Meaning("Most requests of one client address held concurrently; more are answered 429.", 1)
     ] = 10_000
     max_incoming_bytes: Annotated[
         int,

@@ -1,7 +1,7 @@
 """Bytes that belong to a row: up to 256 KiB in the database, larger ones in files below `blobs/`. Callers see bytes.
 
 A file is complete before the transaction that names it commits, and goes after the one that drops its name has
-committed; what a rolled back or killed transaction left is removed at once or at the next start. The name of a file
+committed; what a rolled back or killed transaction left is removed immediately or at the next start. The name of a file
 carries its length and CRC-32, so the row tells a torn file from a good one.
 """
 

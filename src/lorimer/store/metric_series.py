@@ -108,7 +108,7 @@ def engine_series(
 
 
 def _by_name(data: Sequence[bytes], names: Collection[str] | None) -> Named:
-    # Most entries have the same names in the same order, and become a table at once.
+    # Most entries have the same names in the same order, and become a table together.
     alike: dict[tuple[str, ...], tuple[list[int], array[float]]] = defaultdict(lambda: ([], array("d")))
     for index, entry in enumerate(data):
         values = decode(entry)
@@ -133,7 +133,7 @@ def _in_order(parts: Sequence[tuple[Indices, Floats]]) -> tuple[Indices, Floats]
 
 
 def reduce_parts(name: str, values: Floats, weights: Integers, starts: Indices) -> Floats:
-    """`reduce_metric` of many steps at once, whose parts begin at ``starts``; a single part is left as it is."""
+    """`reduce_metric` of many steps together, whose parts begin at ``starts``; a single part is left as it is."""
     ends = np.append(starts[1:], len(values))
     if len(starts) == len(values):
         return values

@@ -1,7 +1,7 @@
 """The numbers of runs over their steps: what the engine answered to operations, and what clients report.
 
 The table is a log, read on from a cursor. An entry of the engine is one operation: its step is worked out when it is
-read, as one more than the optimiser steps before it, so that it is right in whatever order results came on record. An
+read, as one more than the optimiser steps before it, so that it is right in whatever order results were committed. An
 entry of a client is one step: a name that is reported again is taken out of the older entry, so that the later value
 counts and nothing grows by repetition. Entries go with their run. What they hold is made to series by `metric_series`.
 """
@@ -172,7 +172,7 @@ def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElem
 
 
 def _end_of_step(c: Connection, model_id: str, step: int) -> int | None:
-    """The operation that ended a step of the optimiser, if it is on record."""
+    """The operation that ended a step of the optimiser, if it is committed."""
     if step < 1:
         return None
     ends = select(metrics.c.number).where(_of(model_id, "engine"), metrics.c.is_step).order_by(metrics.c.number)
@@ -195,7 +195,7 @@ def _engine_series(
     num_steps = seen.num_steps + num_new_steps
     before = and_(of_engine, metrics.c.number > ended_by, metrics.c.entry_id <= after.entry_id)
     old = Entries.of(c.execute(select(*_COLUMNS).where(before)).all())
-    # A step that came on record after later operations moves these to the steps behind it.
+    # A step that was committed after later operations moves these to the steps behind it.
     first_end = new.numbers[new.is_step].min(initial=LAST_NUMBER)
     moves = bool((old.numbers > first_end).any())
     entries = old.then(new)

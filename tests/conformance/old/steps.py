@@ -151,7 +151,7 @@ def check_sampling(service: tinker.ServiceClient, trainer: tinker.TrainingClient
     passed(close(first.prompt_logprobs[1:], expected), "prompt logprobs of a sample")
     passed([len(row) for row in first.topk_prompt_logprobs[1:]] == [2] * 7, "top-k of a prompt")
     futures = [clients[1].sample(prompt, 1, types.SamplingParams(max_tokens=2)) for _ in range(20)]
-    passed(all(future.result().sequences for future in futures), "twenty samples at once")
+    passed(all(future.result().sequences for future in futures), "twenty samples together")
     base = service.create_sampling_client(base_model=MODEL)
     passed(not close(base.compute_logprobs(prompt).result()[1:], expected, 1e-3), "the base model")
 

@@ -211,7 +211,7 @@ def test_unknown_backend_is_refused():
 async def test_graders_on_ray():
     async with GraderPool(MISBEHAVE, num_workers=2, timeout_seconds=5, memory_mb=512, backend="ray") as pool:
         first, second = [int(grade.value) for grade in await asyncio.gather(pool.grade("pid"), pool.grade("pid"))]
-        assert len({first, second, os.getpid()}) == 3, "two actors grade at once, neither of them here"
+        assert len({first, second, os.getpid()}) == 3, "two actors grade concurrently, neither of them here"
         for how, error, detail in [
             ("raise", "raised", "ValueError: no such answer"),
             ("memory", "memory", "memory"),

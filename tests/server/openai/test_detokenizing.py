@@ -1,4 +1,4 @@
-"""Tokens to text in pieces: the same text as at once, no half characters, no piece of a stop string."""
+"""Tokens to text in pieces: the same text as in one piece, no half characters, no piece of a stop string."""
 
 import json
 import time

@@ -85,7 +85,7 @@ def test_perfetto_reads_what_we_export(page, tmp_path):
         row("done", "s:train:0", 1, 3, 7),
         row("failed", "s:train:0", 2, 7, 9, state="failed", error="no"),
         row("waiting", "s:train:0", 3, None, None, state="queued"),
-        row("at once", "s:train:0", 12, 12, 12),
+        row("concurrent", "s:train:0", 12, 12, 12),
         row("without waiting", "s:train:0", 13, 13, 14),
     ]
     content = orjson.dumps(trace("s", BEGAN, rows, BEGAN + timedelta(seconds=20)))

@@ -1,4 +1,4 @@
-"""Polling: pending, done, failed, large, lost, another's; all of a client at once; giving up."""
+"""Polling: pending, done, failed, large, lost, another's; all of a client together; giving up."""
 
 import asyncio
 

@@ -72,7 +72,7 @@ export class Curves {
     if (!range) for (const chart of this.charts.values()) chart.isZoomed = false;
     if (!range || this.isZooming) return;
     this.isZooming = true;
-    await null; // every chart in view follows a drag at once, and calls this
+    await null; // every chart in view follows a drag in the same frame, and calls this
     this.isZooming = false;
     try {
       const looked = this.runs.map((run) => {

@@ -165,7 +165,7 @@ export async function csv(runIds, signal) {
   return parts;
 }
 
-/** All that is on record of a run: a series has its points in the order they were read, one corrects those before. */
+/** All stored metrics of a run: a series has its points in the order they were read, one corrects those before. */
 async function everything(runId, signal) {
   const found = new Map();
   for (let after = null, hasMore = true; hasMore;) {

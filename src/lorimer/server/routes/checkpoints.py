@@ -170,7 +170,7 @@ async def named_checkpoint(request: Request, *, to_read: bool = False) -> Checkp
 def change(
     c: Connection, checkpoint: Checkpoint, event: str, details: dict[str, Any] | None, action: Any, *values: Any
 ) -> bool:
-    """Do something to a checkpoint and put it on record."""
+    """Do something to a checkpoint and commit it."""
     is_there: bool = action(c, checkpoint.checkpoint_key, *values)
     if is_there:
         audit.record(

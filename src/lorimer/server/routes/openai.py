@@ -1,6 +1,6 @@
 """OpenAI's API for inference, at ``/v1`` and at Tinker's own prefix: models, completions, chat completions.
 
-Both samples that are streamed and those that are not end when their client leaves; none is on record.
+Both samples that are streamed and those that are not end when their client leaves; none is stored.
 """
 
 import time

@@ -17,7 +17,7 @@ def reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
 
 
 def promise(accepted: Accepted) -> Response:
-    """What every asynchronous operation answers at once."""
+    """What every asynchronous operation answers immediately."""
     content: dict[str, Any] = {"request_id": accepted.request_id}
     if accepted.model_id is not None:
         content["model_id"] = accepted.model_id

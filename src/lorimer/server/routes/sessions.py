@@ -29,7 +29,7 @@ NO_PROJECT = "default"
 def recorded(
     c: Connection, event: str, facts: list[str], action: Callable[..., Session], /, *args: Any, **fields: Any
 ) -> Session:
-    """Do something to a session and put it on record, with these of its fields."""
+    """Do something to a session and commit it, with these of its fields."""
     session = action(c, *args, **fields)
     details = {name: getattr(session, name) for name in ["session_id", *facts]}
     audit.record(c, user_id=session.user_id, event=event, details=details)

@@ -127,7 +127,7 @@ function state(one) {
 }
 
 async function revokeKey(one) {
-  const text = "Programs that use it are refused at once. This cannot be undone; a new key can be made.";
+  const text = "Programs that use it are refused immediately. This cannot be undone; a new key can be made.";
   if (!(await confirmDialog({ title: `Revoke ${one.name || one.prefix}?`, text, action: "Revoke", danger: true })))
     return false;
   try {
