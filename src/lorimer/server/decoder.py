@@ -22,7 +22,8 @@ from lorimer.server.decoding import AnyTask, Head, NoHead, Problem, perform
 from lorimer.server.settings import Settings
 from lorimer.types.compression import decompress
 
-NICENESS = 5
+NICENESS = 10
+"""Processes that serve and compute run first; beside an engine on all cores a decoder still gets a tenth of one."""
 _LENGTH_BYTES = 4
 
 

@@ -7,11 +7,13 @@ bound here, because its own would share a port that another server already has. 
 """
 
 import asyncio
+import gc
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -35,6 +37,8 @@ LAST_ANSWERS_SECONDS = 5.0
 """Time for answers under way once the engines have ended."""
 INTERRUPTED = 130
 SPARE_FILES = 1000
+SWITCH_SECONDS = 0.0005
+"""How long another thread may keep the interpreter from the event loop. The default of 5 ms adds up over a request."""
 
 Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
 
@@ -99,6 +103,7 @@ def url_of(listener: socket.socket) -> str:
 
 def run(settings: Settings, announce: Announce) -> None:
     """`serve` on uvloop where there is one: an operation wakes the loop some twenty times, which it does for half."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with suppress(ImportError):  # it is not made for every system
         from uvloop import new_event_loop as make_loop
@@ -118,6 +123,7 @@ async def serve(settings: Settings, announce: Announce) -> None:
         stop = asyncio.Event()
         with_signals(stop)
         async with app.router.lifespan_context(app):
+            gc.freeze()  # objects of the start stay for good; the collector need not look through them again
             context: Context = app.state.context
             url = context.url = url_of(listener)
             server = EmbeddedServer(app, listener, settings)

@@ -240,8 +240,9 @@ def _take_out(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> int:
     num_taken = 0
     reported = and_(_of(model_id, "client"), metrics.c.number.in_(names_of))
     for row in c.execute(select(*_COLUMNS).where(reported)).all():
-        values = decode(row.data)
-        rest = {name: value for name, value in values.items() if name not in names_of[row.number]}
+        values, again = decode(row.data), names_of[row.number]
+        is_all_again = values.keys() <= again
+        rest = {} if is_all_again else {name: value for name, value in values.items() if name not in again}
         num_taken += len(values) - len(rest)
         this = metrics.c.entry_id == row.entry_id
         if not rest:
