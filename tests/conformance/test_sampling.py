@@ -252,13 +252,14 @@ def test_pickled_clients_get_numbers_of_their_own(sampler):
 
 
 IN_ANOTHER_PROCESS = f"""
-import sys
+import os, sys
 sys.modules["torch"] = None  # the SDK does without
 import {tinker.__name__} as tinker
 client = tinker.SamplingClient.from_sampler_handle(sys.argv[1])
 params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
 prompt = tinker.ModelInput.from_ints([int(token) for token in sys.argv[2].split(",")])
-print(client.sample(prompt, 1, params).result().sequences[0].tokens)
+print(client.sample(prompt, 1, params).result().sequences[0].tokens, flush=True)
+os._exit(0)  # threads that the official SDK leaves can abort an interpreter that ends in order
 """
 
 
