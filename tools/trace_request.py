@@ -30,7 +30,7 @@ from lorimer.types.encoding import encode_training_request
 ROOT = Path(lorimer.__file__).parent
 MODEL = "lorimer/tiny"
 WARM_UP = 3
-HEADERS = {"content-type": "application/x-protobuf"}
+PROTOBUF = "application/x-protobuf"
 
 
 @dataclass
@@ -101,7 +101,9 @@ class Client:
 
     async def result(self, request_id: str) -> bytes:
         while True:
-            answer = await self.http.post("/api/v1/retrieve_future", json={"request_id": request_id})
+            answer = await self.http.post(
+                "/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF}
+            )
             answer.raise_for_status()
             if b"try_again" not in answer.content:
                 return bytes(answer.content)
@@ -112,7 +114,7 @@ class Client:
         datum = types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [1.0] * 16})
         request = types.TrainingRequest(self.model_id, self.seq_id, [datum], "cross_entropy")
         body = encode_training_request(request)
-        answer = await self.http.post("/api/v1/forward_backward", content=body, headers=HEADERS)
+        answer = await self.http.post("/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF})
         answer.raise_for_status()
         await self.result(answer.json()["request_id"])
 
