@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import httpx2
+import numpy as np
 
 import lorimer
 from lorimer import types
@@ -111,7 +112,9 @@ class Client:
     async def forward_backward(self) -> None:
         self.seq_id += 1
         tokens = list(range(2, 18))
-        datum = types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [1.0] * 16})
+        arrays = {"target_tokens": np.array(tokens), "weights": np.ones(len(tokens), "f4")}
+        inputs = {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
+        datum = types.Datum(types.ModelInput.from_ints(tokens), inputs)
         request = types.TrainingRequest(self.model_id, self.seq_id, [datum], "cross_entropy")
         body = encode_training_request(request)
         answer = await self.http.post("/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF})

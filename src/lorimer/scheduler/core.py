@@ -179,8 +179,7 @@ class Core:
         while self._touched:
             run = next(iter(self._touched))
             del self._touched[run]
-            for step in policies.RUN_STEPS:
-                step(self, run)
+            policies.advance_run(self, run)
             _index(self.held, run, run.phase in ("loaded", "restoring"))
             _index(self.ready, run, bool(run.ready))
             _index(self.leaving, run, run.is_leaving)

@@ -1,4 +1,4 @@
-"""What the scheduler does next. Each policy looks at the core and calls for effects; the two lists at the end are all.
+"""What the scheduler does next: `advance_run` for each run that changed, then the policies of the list `POLICIES`.
 
 Runs that wait for an engine take turns with those it holds: runs whose clients are away leave first; if none are, those
 loaded longest leave for those that have waited longest. All that wait come in together, and the next have to wait until
@@ -225,14 +225,18 @@ def gaps_abandoned(core: "Core", run: RunState, operations: Sequence[Operation],
     core.touch(run)
 
 
-RUN_STEPS: tuple[Callable[["Core", RunState], None], ...] = (
-    snapshots.advance,
-    snapshots.advance_load,
-    restoring.advance,
-    watch_gap,
-    snapshots.take_if_due,
-)
-"""Applied, in order, to each run that changed."""
+def advance_run(core: "Core", run: RunState) -> None:
+    """Let a run that changed go on as far as it can."""
+    if run.saving is not None:
+        snapshots.advance(core, run)
+    if run.loading is not None:
+        snapshots.advance_load(core, run)
+    if run.restore is not None:
+        restoring.advance(core, run)
+    watch_gap(core, run)
+    if run.work_seconds:
+        snapshots.take_if_due(core, run)
+
 
 POLICIES: tuple[Callable[["Core"], None], ...] = (
     restore_waiting,
