@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from lorimer.engine.adapters.lora import find_targets, init_adapter
 from lorimer.engine.debug import make_debug_model, tiny_model
-from lorimer.engine.lora import find_targets, init_adapter
 from lorimer.engine.messages import LoraConfig
 from tests.cli.commands import CommandLine, lorimer
 from tests.cli.conftest import MODEL

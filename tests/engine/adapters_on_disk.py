@@ -7,10 +7,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lorimer.engine import checkpoints
-from lorimer.engine.adapters import create_adapter
+from lorimer.engine.adapters import checkpoints
+from lorimer.engine.adapters.adapters import create_adapter
+from lorimer.engine.adapters.lora import find_targets
 from lorimer.engine.debug import make_debug_model
-from lorimer.engine.lora import find_targets
 from lorimer.engine.merging import empty_model
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 

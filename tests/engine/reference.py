@@ -12,12 +12,12 @@ import peft
 import torch
 from torch.func import functional_call
 
-from lorimer.engine.adapters import create_adapter
+from lorimer.engine.adapters.adapters import create_adapter
+from lorimer.engine.adapters.lora import ALPHA, LoraTarget
 from lorimer.engine.debug import tiny_model
-from lorimer.engine.device import Device
-from lorimer.engine.lora import ALPHA, LoraTarget
 from lorimer.engine.messages import Datum, ForwardBackward, LoraConfig, OptimizerConfig
-from lorimer.engine.model import BaseModel, register_implementations
+from lorimer.engine.model.base import BaseModel, register_implementations
+from lorimer.engine.model.device import Device
 from lorimer.engine.validation import check_operation
 
 CPU = Device(torch.device("cpu"), torch.float32, 1 << 30)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lorimer.engine.debug import ARCHITECTURES, tiny_model
-from lorimer.engine.norms import FrozenRMSNorm, replace_norms
+from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 
 
 def norms_of(model):

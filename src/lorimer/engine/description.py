@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from lorimer.engine.lora import LoraTarget, find_targets, shapes
+from lorimer.engine.adapters.lora import LoraTarget, find_targets, shapes
 from lorimer.engine.merging import empty_model, is_tied, stored_tensors
-from lorimer.engine.model import longest_context, refuse_unpackable
+from lorimer.engine.model.base import longest_context, refuse_unpackable
 from lorimer.errors import ModelRefused
 
 RANKS = (1, 8, 16, 32, 64, 128)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from lorimer.engine.checkpoints import read_config
+from lorimer.engine.adapters.checkpoints import read_config
 from lorimer.engine.gguf_export import GgufType, ReadBack, check_gguf, find_converter, write_gguf
 from lorimer.engine.merge_check import Comparison, check_merged
 from lorimer.engine.merging import LoadedAdapter, MergedDtype, Progress, merge

@@ -23,7 +23,7 @@ from lorimer.engine.gguf_reader import GGUFFile, read_gguf
 from lorimer.engine.gguf_tokenizer import words_name
 from lorimer.engine.merge_check import Allowed, compare_parameters, logprobs, open_model, random_sequences
 from lorimer.engine.merging import Progress, empty_model, is_tied
-from lorimer.engine.model import load_tokenizer
+from lorimer.engine.model.base import load_tokenizer
 from lorimer.engine.sources import default_cache_directory, made_once
 from lorimer.engine.wheels import WheelModel, fetch_wheel
 from lorimer.errors import CheckpointError, InvalidInput, LorimerError, ModelRefused

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lorimer.engine.attention import group_sequences
-from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.device import Device, free_bytes
-from lorimer.engine.head import Head
 from lorimer.engine.merging import LoadedAdapter
-from lorimer.engine.model import load_model
-from lorimer.engine.vision import model_class
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.base import load_model
+from lorimer.engine.model.device import Device, free_bytes
+from lorimer.engine.model.head import Head
+from lorimer.engine.model.vision import model_class
+from lorimer.engine.training.batch import AdapterSlice, Pass
 from lorimer.errors import CheckpointError, InvalidInput
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}

@@ -29,10 +29,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from lorimer.engine.adapters import Pairs
-from lorimer.engine.checkpoints import load_weights, read_config
-from lorimer.engine.lora import ALPHA, LoraTarget, find_targets, is_trained
-from lorimer.engine.vision import model_class
+from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.adapters.checkpoints import load_weights, read_config
+from lorimer.engine.adapters.lora import ALPHA, LoraTarget, find_targets, is_trained
+from lorimer.engine.model.vision import model_class
 from lorimer.errors import CheckpointError, ModelRefused
 
 Progress = Callable[[str, float | None], None]

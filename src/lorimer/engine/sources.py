@@ -2,7 +2,7 @@
 
 A reference is looked up, in this order, as a local directory, a `.gguf` file, an alias, a hub id in the local hub
 cache, and a hub id on the hub. Only safetensors are accepted and no code that comes with a model is ever run. Whatever
-is made or converted on the way is kept in Lorimer's own cache. Loading the directory is `engine/model.py`'s work;
+is made or converted on the way is kept in Lorimer's own cache. Loading the directory is `engine/model/base.py`'s work;
 torch is imported only when something has to be made or converted.
 """
 

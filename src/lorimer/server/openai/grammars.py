@@ -1,6 +1,6 @@
 """What an answer is confined to: a JSON schema, a call of a tool, or both as alternatives, as rules of Lark.
 
-The engine compiles them (``engine/constraints.py``) and says what is wrong with one that it refuses.
+The engine compiles them (``engine/sampling/constraints.py``) and says what is wrong with one that it refuses.
 """
 
 import json

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lorimer.engine.batch import AdapterSlice, PassSlot
-from lorimer.engine.lora import LoraTarget
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 
 class FrozenMatrix:

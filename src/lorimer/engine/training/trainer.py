@@ -12,17 +12,17 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters import Adapter, Pairs
-from lorimer.engine.attention import group_sequences
-from lorimer.engine.batch import AdapterSlice, Pass, cut_by_budget
-from lorimer.engine.custom_loss import CustomLoss, combine_metrics
-from lorimer.engine.experts import balance_metrics
-from lorimer.engine.head import Head
-from lorimer.engine.losses import LOSSES, MetricSums, active_positions, evaluate
+from lorimer.engine.adapters.adapters import Adapter, Pairs
 from lorimer.engine.messages import TrainResult
-from lorimer.engine.model import BaseModel
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.experts import balance_metrics
+from lorimer.engine.model.head import Head
+from lorimer.engine.model.vision import Placement, SequenceImages
+from lorimer.engine.training.batch import AdapterSlice, Pass, cut_by_budget
+from lorimer.engine.training.custom_loss import CustomLoss, combine_metrics
+from lorimer.engine.training.losses import LOSSES, MetricSums, active_positions, evaluate
 from lorimer.engine.validation import CheckedOperation
-from lorimer.engine.vision import Placement, SequenceImages
 from lorimer.errors import InvalidInput
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorimer.engine.lora import ALPHA, LoraTarget, init_adapter
+from lorimer.engine.adapters.lora import ALPHA, LoraTarget, init_adapter
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.errors import CheckpointError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lorimer.engine.adapters import Adapter, Pairs, are_finite, flatten
+from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, flatten
 from lorimer.engine.messages import OptimizerConfig
 from lorimer.errors import InvalidInput, Unsupported
 

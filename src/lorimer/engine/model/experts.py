@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorimer.engine.batch import AdapterSlice
-from lorimer.engine.lora import LoraTarget
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.training.batch import AdapterSlice
 
 
 @dataclass(frozen=True)

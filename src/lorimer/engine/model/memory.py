@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters import create_adapter
-from lorimer.engine.attention import group_sequences
-from lorimer.engine.batch import AdapterSlice, Pass
+from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
-from lorimer.engine.model import BaseModel
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.training.batch import AdapterSlice, Pass
 
 LEAST_BUDGET, MOST_BUDGET = 256, 2048
 """Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""

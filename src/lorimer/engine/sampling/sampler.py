@@ -23,19 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters import FrozenAdapter
-from lorimer.engine.answers import progress, result
-from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.constraints import Constraint, Grammars
-from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
-from lorimer.engine.head import Head
-from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PrefixStore, PromptCache, Slab
-from lorimer.engine.merged import MergedAdapter
+from lorimer.engine.adapters.adapters import FrozenAdapter
 from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
-from lorimer.engine.model import BaseModel
-from lorimer.engine.prompts import PromptScores
-from lorimer.engine.stops import Stop, StopWatch
-from lorimer.engine.vision import Placement, SequenceImages
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.head import Head
+from lorimer.engine.model.vision import Placement, SequenceImages
+from lorimer.engine.sampling.constraints import Constraint, Grammars
+from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.sampling.kv_cache import (
+    DecodeAttention,
+    PrefillAttention,
+    PrefillSpan,
+    PrefixStore,
+    PromptCache,
+    Slab,
+)
+from lorimer.engine.sampling.merged import MergedAdapter
+from lorimer.engine.sampling.prompts import PromptScores
+from lorimer.engine.sampling.results import progress, result
+from lorimer.engine.sampling.stops import Stop, StopWatch
+from lorimer.engine.training.batch import AdapterSlice, Pass
 
 PREFILL_TOKENS = 2048
 """Most prompt tokens of one pass."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorimer.engine.attention import Shape, attend_rows, softmax_with_sinks
+from lorimer.engine.model.attention import Shape, attend_rows, softmax_with_sinks
 
 BLOCK = 16
 """Prompts share prefixes in whole blocks of this many tokens."""

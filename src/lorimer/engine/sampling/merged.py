@@ -9,11 +9,11 @@ adapter at a time, within a limit of memory; with anything else in the batch the
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters import FrozenAdapter
-from lorimer.engine.batch import AdapterSlice, MergedMatrices
-from lorimer.engine.linear import FrozenLinear, FrozenMatrix, pack
-from lorimer.engine.lora import LoraTarget
-from lorimer.engine.model import BaseModel
+from lorimer.engine.adapters.adapters import FrozenAdapter
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, pack
+from lorimer.engine.training.batch import AdapterSlice, MergedMatrices
 
 PATIENCE = 16
 """Steps an adapter decodes alone before it is merged: about what merging costs, so at worst the cost doubles."""

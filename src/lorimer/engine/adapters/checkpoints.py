@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorimer.engine.adapters import Adapter, Pairs, are_finite, flatten
-from lorimer.engine.lora import LoraTarget, is_trained, shapes
+from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, flatten
+from lorimer.engine.adapters.lora import LoraTarget, is_trained, shapes
+from lorimer.engine.adapters.peft_format import from_peft, read_lora_config, to_peft
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
-from lorimer.engine.peft_format import from_peft, read_lora_config, to_peft
 from lorimer.errors import CheckpointError
 
 FORMAT = 1

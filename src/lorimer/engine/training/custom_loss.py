@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorimer.engine.custom_loss_calls import ATTRIBUTES, FUNCTIONS, MAX_INT_BITS, METHODS, Call, read
+from lorimer.engine.training.custom_loss_calls import ATTRIBUTES, FUNCTIONS, MAX_INT_BITS, METHODS, Call, read
 from lorimer.errors import InvalidInput, Unsupported
 
 MAX_INPUTS = 16

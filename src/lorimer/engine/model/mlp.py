@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorimer.engine.batch import AdapterSlice, PassSlot
-from lorimer.engine.linear import FrozenLinear, backpropagate, multiply_with_adapters
+from lorimer.engine.model.linear import FrozenLinear, backpropagate, multiply_with_adapters
+from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 Activation = Callable[[Tensor], Tensor]
 

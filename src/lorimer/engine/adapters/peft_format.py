@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters import Pairs
-from lorimer.engine.lora import ALPHA, MAX_RANK, LoraTarget, group_of, is_trained
+from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.adapters.lora import ALPHA, MAX_RANK, LoraTarget, group_of, is_trained
 from lorimer.engine.messages import LoraConfig
 from lorimer.errors import CheckpointError
 

@@ -26,9 +26,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lorimer.engine.device import Device
-from lorimer.engine.images import open_picture
 from lorimer.engine.messages import ImageInput
+from lorimer.engine.model.device import Device
+from lorimer.engine.model.images import open_picture
 from lorimer.errors import InvalidInput, ModelRefused
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")

@@ -7,7 +7,7 @@ import numpy as np
 from lorimer.engine.messages import SampledSequence, SampleProgress, SampleResult, TopkLogprobs
 
 if TYPE_CHECKING:
-    from lorimer.engine.sampling import Request, Sequence
+    from lorimer.engine.sampling.sampler import Request, Sequence
 
 
 def progress(sequence: "Sequence") -> SampleProgress:

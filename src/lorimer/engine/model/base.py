@@ -20,17 +20,17 @@ from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrain
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
-from lorimer.engine.attention import group_sequences, packed_attention
-from lorimer.engine.batch import Pass, PassSlot
-from lorimer.engine.device import Device
-from lorimer.engine.experts import packed_experts
-from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
-from lorimer.engine.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
-from lorimer.engine.lora import LoraTarget, find_targets
-from lorimer.engine.mlp import replace_gated_mlps
-from lorimer.engine.norms import replace_norms
-from lorimer.engine.stepping import LayerStep
-from lorimer.engine.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
+from lorimer.engine.adapters.lora import LoraTarget, find_targets
+from lorimer.engine.model.attention import group_sequences, packed_attention
+from lorimer.engine.model.device import Device
+from lorimer.engine.model.experts import packed_experts
+from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
+from lorimer.engine.model.mlp import replace_gated_mlps
+from lorimer.engine.model.norms import replace_norms
+from lorimer.engine.model.stepping import LayerStep
+from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
+from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
+from lorimer.engine.training.batch import Pass, PassSlot
 from lorimer.errors import InvalidInput, ModelRefused
 
 IMPLEMENTATION = "lorimer"

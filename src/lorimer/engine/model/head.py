@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lorimer.engine.batch import AdapterSlice
-from lorimer.engine.linear import Products, backpropagate, multiply_with_adapters
-from lorimer.engine.model import BaseModel
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters
+from lorimer.engine.training.batch import AdapterSlice
 
 CHUNK_BYTES = 64 << 20
 

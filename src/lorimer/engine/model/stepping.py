@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorimer.engine.batch import AdapterSlice, PassSlot
-from lorimer.engine.kv_cache import DecodeAttention
-from lorimer.engine.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.sampling.kv_cache import DecodeAttention
+from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorimer.engine.batch import AdapterSlice
-from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
-from lorimer.engine.head import Head
 from lorimer.engine.messages import SampleRequest, TopkLogprobs
+from lorimer.engine.model.head import Head
+from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.training.batch import AdapterSlice
 
 _ROWS = 64
 _PADDING = -99999.0

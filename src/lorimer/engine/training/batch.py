@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lorimer.engine.adapters import Pairs
-from lorimer.engine.attention import AttentionGroup, Shape
+from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.model.attention import AttentionGroup, Shape
 
 
 class CachedAttention(Protocol):
