@@ -266,7 +266,7 @@ SEEING = "cookbook/seeing"
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lorimer.ServiceClient]:
-    from lorimer.engine.debug_vision import make_debug_vision_model
+    from tests.engine.debug_vision import make_debug_vision_model
 
     place = tmp_path_factory.mktemp("seeing")
     make_debug_vision_model(place / "model")

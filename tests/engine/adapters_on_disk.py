@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from lorimer.engine.adapters import checkpoints
 from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.adapters.lora import find_targets
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.merging import empty_model
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.models.debug import make_debug_model
+from lorimer.models.export.merging import empty_model
 
 TOKENS = [torch.arange(length) * 13 % 250 for length in (21, 8)]
 

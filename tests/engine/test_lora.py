@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets, init_adapter, shapes
-from lorimer.engine.debug import ARCHITECTURES, tiny_model
 from lorimer.engine.messages import LoraConfig
 from lorimer.errors import InvalidInput, ModelRefused
+from lorimer.models.debug import ARCHITECTURES, tiny_model
 
 
 def meta_model(model_type: str, **config: Any) -> nn.Module:

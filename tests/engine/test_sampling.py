@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from lorimer.engine.adapters.adapters import snapshot
-from lorimer.engine.debug import make_debug_model
 from lorimer.engine.messages import Datum, Done, SampleProgress, SampleRequest, SamplingParams
 from lorimer.engine.model.base import load_tokenizer
 from lorimer.engine.sampling.kv_cache import BLOCK
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.models.debug import make_debug_model
 from tests.engine.reference import DENSE, MOE, checked, make_adapter, open_pair
 
 EOS = 2

@@ -11,12 +11,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from lorimer.engine.debug_vision import VISION_ARCHITECTURES, tiny_vision_config
 from lorimer.engine.engine import Engine
-from lorimer.engine.export import export_merged
 from lorimer.engine.messages import ForwardBackward, PublishSampler, SaveState, TrainResult
 from lorimer.engine.model.vision import FAMILIES, ReadImage, _turns, open_vision
 from lorimer.errors import InvalidInput
+from lorimer.models.export.export import export_merged
+from tests.engine.debug_vision import VISION_ARCHITECTURES, tiny_vision_config
 from tests.engine.operations import make_operation, make_sample, settings
 from tests.engine.pictures import broken_files, png
 from tests.engine.reference import CPU, relative_error

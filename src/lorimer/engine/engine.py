@@ -40,13 +40,13 @@ from lorimer.engine.model.device import open_device, used_bytes
 from lorimer.engine.model.memory import find_token_budget
 from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
-from lorimer.engine.sources import resolve
 from lorimer.engine.training import optim
 from lorimer.engine.training.custom_loss import CustomLoss
 from lorimer.engine.training.trainer import Trainer, Work
 from lorimer.engine.translation import decode_operation
 from lorimer.engine.validation import check_operation, check_sample
 from lorimer.errors import InvalidInput, NotFound
+from lorimer.models.sources import resolve
 
 Progress = Callable[[str, float | None], None]
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from peft import PeftConfig
 
-from lorimer.engine.export import base_model_of, export_peft, placed
 from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.models.export.export import base_model_of, export_peft, placed
 from tests.engine.adapters_on_disk import make_adapter, make_base, peft_logits
 
 pytestmark = [

@@ -2,7 +2,7 @@
 
 The reader of the `gguf` package trusts the counts it finds, so a torn or hostile file can make it loop or return short
 arrays; this one raises `ModelRefused` at the first byte that is missing. What the values mean is left to
-`engine/gguf.py`.
+`models/gguf/conversion.py`.
 """
 
 import math

@@ -12,12 +12,12 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lorimer.engine import gguf as conversion
-from lorimer.engine.debug import tiny_model
-from lorimer.engine.gguf import convert
-from lorimer.engine.gguf_reader import read_gguf
 from lorimer.errors import ModelRefused
-from tests.engine.gguf_files import byte_level_vocabulary, write_gguf
+from lorimer.models.debug import tiny_model
+from lorimer.models.gguf import conversion
+from lorimer.models.gguf.conversion import convert
+from lorimer.models.gguf.reader import read_gguf
+from tests.models.gguf_files import byte_level_vocabulary, write_gguf
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:

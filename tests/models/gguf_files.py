@@ -11,7 +11,7 @@ import torch
 from gguf.quants import quantize
 from transformers import PreTrainedModel
 
-from lorimer.engine.debug import CHAT_TEMPLATE, make_debug_model
+from lorimer.models.debug import CHAT_TEMPLATE, make_debug_model
 
 LLAMA_CPP = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """What llama.cpp calls an architecture, where that is not transformers' name."""

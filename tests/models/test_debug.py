@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lorimer.engine.debug import ARCHITECTURES, VOCAB_SIZE, make_debug_model, tiny_config, tiny_model
 from lorimer.errors import InvalidInput
+from lorimer.models.debug import ARCHITECTURES, VOCAB_SIZE, make_debug_model, tiny_config, tiny_model
 
 TEXT = "the loving caf\u00e9 10 \u65e5\u672c \x00\n\n<|im_end|>'ll"
 

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 from transformers import AutoTokenizer
 
-from lorimer.engine import merging
-from lorimer.engine.export import export_merged
-from lorimer.engine.merge_check import check_merged
-from lorimer.engine.merging import LoadedAdapter, merge, stored_tensors
 from lorimer.errors import CheckpointError, InvalidInput, ModelRefused
+from lorimer.models.export import merging
+from lorimer.models.export.check import check_merged
+from lorimer.models.export.export import export_merged
+from lorimer.models.export.merging import LoadedAdapter, merge, stored_tensors
 from tests.engine.adapters_on_disk import logits, make_adapter, make_base, peft_logits, plain_model
 
 # PEFT 0.21 looks for the patterns of parameters among modules only, and says so though it applies them.
@@ -190,7 +190,7 @@ def test_adapter_of_another_model_is_refused(tmp_path):
 def test_check_says_when_memory_is_short(tmp_path, monkeypatch):
     base = make_base(tmp_path / "base", "llama")
     loaded = LoadedAdapter(make_adapter(base, tmp_path / "adapter"), base)
-    monkeypatch.setattr("lorimer.engine.merge_check.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lorimer.models.export.check.free_bytes", lambda device: 1000)
     with pytest.raises(InvalidInput, match="--no-check"):
         check_merged(loaded, base, base, {torch.float32}, quiet)
 

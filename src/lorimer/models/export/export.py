@@ -1,7 +1,7 @@
 """Takes a saved adapter to where others use it: a PEFT directory, a merged Hugging Face directory, or a GGUF file.
 
 What is written appears whole or not at all, and not before it was checked. Finding the base model is the caller's
-work, merging `engine/merging.py`'s, comparing `engine/merge_check.py`'s and converting `engine/gguf_export.py`'s.
+work, merging `merging.py`'s, comparing `check.py`'s and converting `gguf.py`'s.
 """
 
 import json
@@ -19,10 +19,10 @@ import msgspec
 import torch
 
 from lorimer.engine.adapters.checkpoints import read_config
-from lorimer.engine.gguf_export import GgufType, ReadBack, check_gguf, find_converter, write_gguf
-from lorimer.engine.merge_check import Comparison, check_merged
-from lorimer.engine.merging import LoadedAdapter, MergedDtype, Progress, merge
 from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.models.export.check import Comparison, check_merged
+from lorimer.models.export.gguf import GgufType, ReadBack, check_gguf, find_converter, write_gguf
+from lorimer.models.export.merging import LoadedAdapter, MergedDtype, Progress, merge
 
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
 """``q8_0`` is for GGUF only."""

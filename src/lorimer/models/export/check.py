@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lorimer.engine.merging import LoadedAdapter
 from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base import load_model
 from lorimer.engine.model.device import Device, free_bytes
@@ -22,6 +21,7 @@ from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import model_class
 from lorimer.engine.training.batch import AdapterSlice, Pass
 from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.models.export.merging import LoadedAdapter
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 """Largest difference of a log probability that computing in the dtype explains."""

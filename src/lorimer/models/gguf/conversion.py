@@ -3,8 +3,8 @@
 Weights are dequantised to bfloat16 (tensors stored as float32 stay float32), what llama.cpp changes in them is undone,
 and the configuration says what the file says. A setting or tensor that is not understood is refused by its name,
 because a model that silently lacks a term still runs; the reader of transformers passes over those, so it is not used.
-Architectures are in `engine/gguf_architectures.py`, bytes are read by `engine/gguf_reader.py`, the tokenizer is
-`engine/gguf_tokenizer.py`'s; caching and atomic placement are the caller's.
+Architectures are in `models/gguf/architectures.py`, bytes are read by `models/gguf/reader.py`, the tokenizer is
+`models/gguf/tokenizer.py`'s; caching and atomic placement are the caller's.
 """
 
 import json
@@ -20,10 +20,10 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorimer.engine.gguf_architectures import ARCHITECTURES, Architecture, integer, number
-from lorimer.engine.gguf_reader import GGUFFile, GGUFTensor, read_gguf
-from lorimer.engine.gguf_tokenizer import special_id, write_tokenizer
 from lorimer.errors import ModelRefused
+from lorimer.models.gguf.architectures import ARCHITECTURES, Architecture, integer, number
+from lorimer.models.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from lorimer.models.gguf.tokenizer import special_id, write_tokenizer
 
 Progress = Callable[[str, float | None], None]
 

@@ -3,7 +3,7 @@
 At most one shard and the change of one weight are in memory. A weight keeps the name it is stored under: where
 transformers fuses stored weights as it loads them (experts), the change is cut up by its own rules, which are linear.
 An adapter of the head unties a head that is tied to the embedding. Every trained weight is changed exactly once, or
-the merge is refused. Whether the result computes the same is `engine/merge_check.py`'s question.
+the merge is refused. Whether the result computes the same is `models/export/check.py`'s question.
 """
 
 import json

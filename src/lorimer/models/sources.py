@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeVar
 
 import filelock
 
-from lorimer.engine.wheels import Progress, WheelModel, convert_wheel
 from lorimer.errors import InvalidInput, ModelNotFound, ModelRefused
+from lorimer.models.wheels import Progress, WheelModel, convert_wheel
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ def _on_disk(reference: str, cache: Path, report: Progress, looked_at: list[str]
 
 
 def _converted(path: Path, cache: Path, report: Progress) -> Path:
-    from lorimer.engine.gguf import convert
+    from lorimer.models.gguf.conversion import convert
 
     file = path.resolve()
     status = file.stat()
@@ -225,7 +225,7 @@ def _converted(path: Path, cache: Path, report: Progress) -> Path:
 def alias_directory(alias: str, cache: Path) -> Path:
     """Where the model of an alias is once it was fetched or made."""
     if alias == "lorimer/tiny":
-        return Path(str(importlib.resources.files("lorimer.engine") / "tiny"))
+        return Path(str(importlib.resources.files("lorimer.models") / "tiny"))
     name = f"{alias}-{WHEELS[alias].sha256[:16]}" if alias in WHEELS else "debug"
     return cache / "models" / f"{name}-{_CACHE_FORMAT}"
 
@@ -253,7 +253,7 @@ def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) 
 
 
 def _debug_model(cache: Path, report: Progress) -> Path:
-    from lorimer.engine.debug import make_debug_model
+    from lorimer.models.debug import make_debug_model
 
     return made_once(cache, alias_directory("lorimer/debug", cache).name, make_debug_model, report)
 

@@ -16,12 +16,12 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lorimer.engine import sources
-from lorimer.engine.debug import VOCAB_SIZE, make_debug_model, tiny_model
-from lorimer.engine.sources import ModelSource, resolve
 from lorimer.errors import InvalidInput, ModelNotFound, ModelRefused
-from tests.engine.gguf_files import byte_level_vocabulary, write_gguf
-from tests.engine.hub import COMMIT, Hub
+from lorimer.models import sources
+from lorimer.models.debug import VOCAB_SIZE, make_debug_model, tiny_model
+from lorimer.models.sources import ModelSource, resolve
+from tests.models.gguf_files import byte_level_vocabulary, write_gguf
+from tests.models.hub import COMMIT, Hub
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def hub() -> Iterator[Hub]:
 
 ASK = """
 import json, sys
-from lorimer.engine.sources import resolve
+from lorimer.models.sources import resolve
 from lorimer.errors import LorimerError
 steps = []
 try:

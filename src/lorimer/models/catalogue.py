@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lorimer.engine.sources import ALIASES, WHEELS, alias_directory, check_directory, default_cache_directory
 from lorimer.errors import ModelRefused
+from lorimer.models.sources import ALIASES, WHEELS, alias_directory, check_directory, default_cache_directory
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from lorimer.engine.debug import CHAT_TEMPLATE, SHARED, SPECIAL_TOKENS, VOCAB_SIZE, byte_level_tokenizer, randomize
 from lorimer.errors import InvalidInput
+from lorimer.models.debug import CHAT_TEMPLATE, SHARED, SPECIAL_TOKENS, VOCAB_SIZE, byte_level_tokenizer, randomize
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """The ids after the tokenizer's others: marks that a renderer puts around an image, then the placeholders."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets, shapes
-from lorimer.engine.merging import empty_model, is_tied, stored_tensors
 from lorimer.engine.model.base import longest_context, refuse_unpackable
 from lorimer.errors import ModelRefused
+from lorimer.models.export.merging import empty_model, is_tied, stored_tensors
 
 RANKS = (1, 8, 16, 32, 64, 128)
 _STATES_PER_WEIGHT = 4

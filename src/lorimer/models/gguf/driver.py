@@ -1,4 +1,4 @@
-"""Runs llama.cpp's converter, in a process of its own: `python -P gguf_driver.py ROOT PRE ARGUMENTS...`.
+"""Runs llama.cpp's converter, in a process of its own: `python -P driver.py ROOT PRE ARGUMENTS...`.
 
 ROOT is a checkout of llama.cpp, or a zip archive of its converter. PRE names the rule by which text is cut for
 tokenizers that the converter does not know by heart; it may be empty. Imports nothing of Lorimer.

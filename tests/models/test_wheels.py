@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lorimer.engine import sources
-from lorimer.engine.debug import tiny_model
-from lorimer.engine.sources import resolve
-from lorimer.engine.wheels import WheelModel
 from lorimer.errors import ModelNotFound, ModelRefused
-from tests.engine.gguf_files import byte_level_vocabulary, write_gguf
+from lorimer.models import sources
+from lorimer.models.debug import tiny_model
+from lorimer.models.sources import resolve
+from lorimer.models.wheels import WheelModel
+from tests.models.gguf_files import byte_level_vocabulary, write_gguf
 
 
 @pytest.fixture

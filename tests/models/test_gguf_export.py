@@ -12,15 +12,15 @@ from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from lorimer.engine import gguf_export
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.export import export_gguf
-from lorimer.engine.gguf import convert
-from lorimer.engine.gguf_export import check_gguf, find_converter, write_gguf
-from lorimer.engine.gguf_tokenizer import words_name
-from lorimer.engine.sources import resolve
-from lorimer.engine.wheels import WheelModel
 from lorimer.errors import CheckpointError, InvalidInput, ModelRefused
+from lorimer.models.debug import make_debug_model
+from lorimer.models.export import gguf as gguf_export
+from lorimer.models.export.export import export_gguf
+from lorimer.models.export.gguf import check_gguf, find_converter, write_gguf
+from lorimer.models.gguf.conversion import convert
+from lorimer.models.gguf.tokenizer import words_name
+from lorimer.models.sources import resolve
+from lorimer.models.wheels import WheelModel
 from tests.engine import gguf_files
 from tests.engine.adapters_on_disk import logits, make_adapter, make_base, peft_logits, plain_model
 
