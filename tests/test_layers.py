@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "errors": set(),
     "terminal": set(),
     "types": set(),
+    "chat": {"types"},
     "client": {"types"},
     "store": {"types"},
     "engine": {"types", "models.sources"},
@@ -22,11 +23,11 @@ MAY_IMPORT = {
     "models.export": {"types", "engine.model", "engine.adapters", "engine.training.batch"},
     "scheduler": {"types", "store", "engine.messages", "engine.translation", "engine.process", "engine.config"},
     "cluster": {"types", "engine"},
-    "server": {"types", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
+    "server": {"types", "chat", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
     "console": set(),
     "cli": {"types", "client", "terminal"},
-    "cookbook": {"types", "client", "terminal"},
-    "recipes": {"types", "client", "cookbook", "terminal"},
+    "cookbook": {"types", "chat", "client", "terminal"},
+    "recipes": {"types", "chat", "client", "cookbook", "terminal"},
 }
 MAY_IMPORT_IN_FUNCTIONS = {
     "cli": {"server", "models", "cookbook", "recipes"},
@@ -205,6 +206,8 @@ PLANTED = {
     ),
     "a root name below the client": ("client/a.py", "from lorimer import Datum", "imports lorimer.Datum"),
     "torch in a function": ("client/a.py", "def f():\n    import torch.nn", "loads torch by torch.nn"),
+    "transformers in chat": ("chat/a.py", "def f():\n    import transformers", "loads torch by transformers"),
+    "the cookbook in chat": ("chat/a.py", "from lorimer.cookbook import x", "imports lorimer.cookbook.x"),
     "torch through safetensors": ("store/a.py", "import safetensors.torch", "loads torch by safetensors.torch"),
     "a package without a row": ("parts/a.py", "", "belongs to no row of the table"),
 }

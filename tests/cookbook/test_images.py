@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, Qwen2VLImageProcessorPil
 
 import lorimer
+from lorimer.chat.conversation import TrainOn, text_of
+from lorimer.chat.images import first_positions, ids_of
 from lorimer.cookbook.datums import conversation_to_datum, datum_from_tokens
-from lorimer.cookbook.images import first_positions, ids_of
-from lorimer.cookbook.messages import TrainOn, text_of
 from lorimer.cookbook.renderers import TemplateRenderer, TextRenderer, get_renderer
 from lorimer.cookbook.service import get_image_processor, get_tokenizer
 from lorimer.errors import InvalidInput, Unsupported

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lorimer.chat.templates import ChatTemplate
 from lorimer.errors import Unsupported
-from lorimer.server.openai.templates import ChatTemplate
 
 JSON_FORM = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """One way to write a value: a small model left free in its spaces may not stop making them."""

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorimer.server.openai.parsing import AnswerFormat, AnswerParser, merged
-from lorimer.server.openai.templates import ChatTemplate
-from lorimer.server.openai.tools import syntax_of
+from lorimer.chat.parsing import AnswerFormat, AnswerParser, merged
+from lorimer.chat.templates import ChatTemplate
+from lorimer.chat.tools import syntax_of
 from tests.server.openai.conftest import TOOL_TEMPLATE
 
 TOOLS = {"add": {"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}, "stop": {}}

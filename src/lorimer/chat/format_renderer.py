@@ -2,7 +2,7 @@
 
 The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` reads
 the chat template of a tokenizer instead, which encodes a conversation as one text and so may differ from these where
-tokens join. The formats themselves are in ``chat_formats.py``.
+tokens join. The formats themselves are in ``formats.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer.cookbook.images import has_images
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     Content,
     ContentPart,
     Message,
@@ -23,6 +22,7 @@ from lorimer.cookbook.messages import (
     check_messages,
     text_of,
 )
+from lorimer.chat.images import has_images
 from lorimer.errors import InvalidInput, Unsupported
 from lorimer.types import ModelInput
 

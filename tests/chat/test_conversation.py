@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     Termination,
     TrainOn,
     call_arguments,

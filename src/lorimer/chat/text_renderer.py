@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer import ModelInput
-from lorimer.cookbook.images import has_images
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     Message,
     Termination,
     ToolSpec,
@@ -22,7 +20,9 @@ from lorimer.cookbook.messages import (
     thinking_of,
     trained_indices,
 )
+from lorimer.chat.images import has_images
 from lorimer.errors import InvalidInput, Unsupported
+from lorimer.types import ModelInput
 
 END = "\n\n"
 STOP = END + "User:"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer.cookbook.messages import Message
+from lorimer.chat.conversation import Message
 from lorimer.errors import InvalidInput
 from lorimer.types import EncodedTextChunk, ImageChunk, ModelInput
 from lorimer.types.images import image_of_url

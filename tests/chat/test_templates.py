@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from lorimer.chat.templates import ChatTemplate, read_templates
 from lorimer.errors import InvalidInput
 from lorimer.models.debug import make_debug_model
-from lorimer.server.openai.templates import ChatTemplate, read_templates
 from tests.server.openai.conftest import TOOL_TEMPLATE
 
 FEATURES = """\

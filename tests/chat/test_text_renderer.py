@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorimer.cookbook.messages import Termination, TrainOn
+from lorimer.chat.conversation import Termination, TrainOn
 from lorimer.cookbook.renderers import TextRenderer
 from lorimer.errors import InvalidInput, Unsupported
 from tests.cookbook.chat_templates import tokenizer_with

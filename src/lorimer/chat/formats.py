@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lorimer.cookbook.format_renderer import FormatRenderer, Place, Written, only_text
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     PART_TYPES,
     ContentPart,
     Message,
@@ -16,6 +15,7 @@ from lorimer.cookbook.messages import (
     call_arguments,
     make_tool_call,
 )
+from lorimer.chat.format_renderer import FormatRenderer, Place, Written, only_text
 from lorimer.errors import InvalidInput, Unsupported
 
 Thinking = Literal["on", "off", "never"]

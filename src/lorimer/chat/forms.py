@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lorimer.cookbook.messages import Message, ToolCall, ToolSpec, UnparsedToolCall, make_tool_call
+from lorimer.chat.conversation import Message, ToolCall, ToolSpec, UnparsedToolCall, make_tool_call
 from lorimer.errors import InvalidInput, LorimerError
 
 QUESTION, ANSWER, THOUGHT, FOLLOW_UP = "zqquestionqz", "zqanswerqz", "zqthoughtqz", "zqfollowqz"

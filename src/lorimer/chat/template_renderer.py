@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer.cookbook.images import has_images, images_of, marked_parts, parts_of, placeholder_of, spread
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     Content,
     Message,
     Termination,
@@ -25,7 +24,8 @@ from lorimer.cookbook.messages import (
     thinking_of,
     trained_indices,
 )
-from lorimer.cookbook.template_form import TemplateForm, learn_form
+from lorimer.chat.forms import TemplateForm, learn_form
+from lorimer.chat.images import has_images, images_of, marked_parts, parts_of, placeholder_of, spread
 from lorimer.errors import InvalidInput, Unsupported
 from lorimer.types import ImageChunk, ModelInput
 from lorimer.types.images import places_of, with_images

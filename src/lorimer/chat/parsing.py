@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lorimer.server.openai.tools import Call, Tools, ToolSyntax
+from lorimer.chat.tools import Call, Tools, ToolSyntax
 
 THINK, END_THINK = "<think>", "</think>"
 BARE_BEGINNINGS = ("{", "<|python_tag|>")

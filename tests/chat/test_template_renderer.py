@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lorimer.cookbook.messages import Termination, TrainOn, call_arguments, make_tool_call, text_of
+from lorimer.chat.conversation import Termination, TrainOn, call_arguments, make_tool_call, text_of
 from lorimer.cookbook.renderers import TemplateRenderer
 from lorimer.errors import InvalidInput, Unsupported
 from tests.cookbook.chat_templates import (

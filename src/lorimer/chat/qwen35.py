@@ -8,16 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lorimer.cookbook.chat_formats import (
-    Qwen3Renderer,
-    begin,
-    function_of,
-    header,
-    name_and_arguments,
-    unknown_part,
-)
-from lorimer.cookbook.format_renderer import Place, Written
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     Content,
     ContentPart,
     Message,
@@ -26,6 +17,15 @@ from lorimer.cookbook.messages import (
     UnparsedToolCall,
     make_tool_call,
     text_of,
+)
+from lorimer.chat.format_renderer import Place, Written
+from lorimer.chat.formats import (
+    Qwen3Renderer,
+    begin,
+    function_of,
+    header,
+    name_and_arguments,
+    unknown_part,
 )
 
 OPEN, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
