@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "cookbook" / "official_renders.json"
-BUNDLED = ROOT / "src" / "lorimer" / "engine" / "tiny"
+BUNDLED = ROOT / "src" / "lorimer" / "models" / "tiny"
 NAMES = (
     *("role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct"),
     *("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"),

@@ -36,7 +36,7 @@ from transformers import (
 
 from tiny_data import documents, is_held_out
 
-BUNDLED = Path(__file__).resolve().parent.parent / "src" / "lorimer" / "engine" / "tiny"
+BUNDLED = Path(__file__).resolve().parent.parent / "src" / "lorimer" / "models" / "tiny"
 CONTEXT = 1024
 ROW_LENGTH = 256
 STEP_TOKENS = 2048

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from tests.cli.commands import lorimer
 from tests.conformance.servers import LORIMER, environment
 

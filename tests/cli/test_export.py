@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lorimer
 from lorimer import types
-from lorimer.engine.sources import resolve
+from lorimer.models.sources import resolve
 from tests.cli.commands import CommandLine
 from tests.cli.conftest import TrainedRun
 

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from lorimer.engine.debug import make_debug_model, tiny_model
-from lorimer.engine.lora import find_targets, init_adapter
+from lorimer.engine.adapters.lora import find_targets, init_adapter
 from lorimer.engine.messages import LoraConfig
+from lorimer.models.debug import make_debug_model, tiny_model
 from tests.cli.commands import CommandLine, lorimer
 from tests.cli.conftest import MODEL
 from tests.conformance.servers import environment
-from tests.engine.hub import Hub
+from tests.models.hub import Hub
 
 
 def test_list_of_a_server(alice: CommandLine):

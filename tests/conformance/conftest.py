@@ -80,7 +80,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
 @pytest.fixture(scope="session")
 def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     """A server, without keys, of a model that reads images."""
-    from lorimer.engine.debug_vision import make_debug_vision_model  # loads torch
+    from tests.engine.debug_vision import make_debug_vision_model  # loads torch
 
     place = tmp_path_factory.mktemp("seeing")
     make_debug_vision_model(place / "model", architecture="qwen3_vl")

@@ -9,8 +9,8 @@ import pytest
 import tinker
 from tinker import types
 
-from lorimer.engine.debug_vision import VISION_END, VISION_START
 from tests.conformance.samples import MODEL, RANK, SEEING, current_logprobs, eventually, logprobs, step, tokens_of
+from tests.engine.debug_vision import VISION_END, VISION_START
 from tests.engine.pictures import broken_files, file_of, picture, png
 
 NUM_TOKENS = 15

@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 import lorimer
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.surroundings import clean_surroundings
 

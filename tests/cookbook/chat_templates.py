@@ -4,9 +4,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import lorimer.engine
+import lorimer.models
 
-TINY = Path(lorimer.engine.__file__).parent / "tiny"
+TINY = Path(lorimer.models.__file__).parent / "tiny"
 
 LLAMA3 = """\
 {{- bos_token }}{% for m in messages -%}

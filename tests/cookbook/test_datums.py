@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lorimer import ModelInput
+from lorimer.chat.conversation import TrainOn
 from lorimer.cookbook.datums import (
     conversation_to_datum,
     conversation_to_datums,
@@ -11,7 +12,6 @@ from lorimer.cookbook.datums import (
     mean_nll,
     num_tokens,
 )
-from lorimer.cookbook.messages import TrainOn
 from lorimer.cookbook.renderers import TemplateRenderer
 from lorimer.errors import InvalidInput, TooLarge
 from tests.cookbook.chat_templates import QWEN3, tokenizer_with

@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, Qwen2VLImageProcessorPil
 
 import lorimer
+from lorimer.chat.conversation import TrainOn, text_of
+from lorimer.chat.images import first_positions, ids_of
 from lorimer.cookbook.datums import conversation_to_datum, datum_from_tokens
-from lorimer.cookbook.images import first_positions, ids_of
-from lorimer.cookbook.messages import TrainOn, text_of
 from lorimer.cookbook.renderers import TemplateRenderer, TextRenderer, get_renderer
 from lorimer.cookbook.service import get_image_processor, get_tokenizer
 from lorimer.errors import InvalidInput, Unsupported
@@ -266,7 +266,7 @@ SEEING = "cookbook/seeing"
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lorimer.ServiceClient]:
-    from lorimer.engine.debug_vision import make_debug_vision_model
+    from tests.engine.debug_vision import make_debug_vision_model
 
     place = tmp_path_factory.mktemp("seeing")
     make_debug_vision_model(place / "model")

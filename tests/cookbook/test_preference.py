@@ -86,7 +86,7 @@ def test_gradient_of_dpo_is_that_of_plain_torch(service, renderer, tmp_path):
     data = preference._flat(pairs)
     client = service.create_lora_training_client(MODEL, rank=4, seed=3, train_unembed=False)
     before = adapter_of(service, client, tmp_path / "before")
-    base = AutoModelForCausalLM.from_pretrained(Path(lorimer.__file__).parent / "engine" / "tiny", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(Path(lorimer.__file__).parent / "models" / "tiny", dtype=torch.float32)
 
     def answers_logprob(model, datum):
         tokens = torch.tensor([datum.model_input.to_ints()])

@@ -7,12 +7,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lorimer.engine import checkpoints
-from lorimer.engine.adapters import create_adapter
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.lora import find_targets
-from lorimer.engine.merging import empty_model
+from lorimer.engine.adapters import checkpoints
+from lorimer.engine.adapters.adapters import create_adapter
+from lorimer.engine.adapters.lora import find_targets
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.models.debug import make_debug_model
+from lorimer.models.export.merging import empty_model
 
 TOKENS = [torch.arange(length) * 13 % 250 for length in (21, 8)]
 

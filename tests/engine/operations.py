@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.debug import VOCAB_SIZE
 from lorimer.engine.messages import ForwardBackward, RegisterLoss, SampleRequest, SamplingParams
+from lorimer.models.debug import VOCAB_SIZE
 from tests.engine.reference import make_datum
 
 

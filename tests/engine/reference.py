@@ -12,13 +12,13 @@ import peft
 import torch
 from torch.func import functional_call
 
-from lorimer.engine.adapters import create_adapter
-from lorimer.engine.debug import tiny_model
-from lorimer.engine.device import Device
-from lorimer.engine.lora import ALPHA, LoraTarget
+from lorimer.engine.adapters.adapters import create_adapter
+from lorimer.engine.adapters.lora import ALPHA, LoraTarget
 from lorimer.engine.messages import Datum, ForwardBackward, LoraConfig, OptimizerConfig
-from lorimer.engine.model import BaseModel, register_implementations
+from lorimer.engine.model.base import BaseModel, register_implementations
+from lorimer.engine.model.device import Device
 from lorimer.engine.validation import check_operation
+from lorimer.models.debug import tiny_model
 
 CPU = Device(torch.device("cpu"), torch.float32, 1 << 30)
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2")

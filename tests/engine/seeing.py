@@ -5,9 +5,9 @@ import torch
 from torch.func import functional_call
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from lorimer.engine.debug_vision import IMAGE_TOKEN, VISION_VOCAB_SIZE, make_debug_vision_model
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import CreateRun, Datum, Done, ImageInput, LoraConfig, SampleRequest, SamplingParams
+from tests.engine.debug_vision import IMAGE_TOKEN, VISION_VOCAB_SIZE, make_debug_vision_model
 from tests.engine.operations import settings
 from tests.engine.pictures import file_of, picture
 from tests.engine.reference import MergedReference, PeftReference, literal_loss

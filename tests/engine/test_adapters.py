@@ -2,10 +2,10 @@
 
 import torch
 
-from lorimer.engine.adapters import Adapter, Pairs, create_adapter, flatten, snapshot
-from lorimer.engine.lora import LoraTarget
+from lorimer.engine.adapters.adapters import Adapter, Pairs, create_adapter, flatten, snapshot
+from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
-from lorimer.engine.optim import apply
+from lorimer.engine.training.optim import apply
 
 TARGETS = [LoraTarget("a", "a", "attn", 6, 5), LoraTarget("b", "b", "mlp", 4, 3, num_experts=2, shared="A")]
 SIZE = 2 * (6 + 5) + 2 * (4 + 2 * 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorimer.engine.attention import Shape, _PackedAttention, attend_rows, group_sequences
+from lorimer.engine.model.attention import Shape, _PackedAttention, attend_rows, group_sequences
 
 H, K, D = 6, 3, 16
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorimer.engine import checkpoints, optim
-from lorimer.engine.adapters import Adapter, create_adapter, flatten, snapshot
-from lorimer.engine.debug import tiny_model
-from lorimer.engine.lora import LoraTarget, find_targets
+from lorimer.engine.adapters import checkpoints
+from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten, snapshot
+from lorimer.engine.adapters.lora import LoraTarget, find_targets
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.engine.training import optim
 from lorimer.errors import CheckpointError
+from lorimer.models.debug import tiny_model
 
 # PEFT 0.21 looks for the patterns of parameters among modules only, and says so though it applies them.
 pytestmark = [

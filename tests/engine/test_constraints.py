@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.constraints import Grammars
-from lorimer.engine.debug import make_debug_model
 from lorimer.engine.messages import Done, Failed, SampleRequest, SamplingParams
-from lorimer.engine.model import load_tokenizer
-from lorimer.engine.sampling import Sampler
+from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.sampling.constraints import Grammars
+from lorimer.engine.sampling.sampler import Sampler
 from lorimer.errors import InvalidInput, Unsupported
+from lorimer.models.debug import make_debug_model
 from tests.engine.reference import open_pair
 
 EOS = 2

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
-from lorimer.engine import custom_loss, custom_loss_calls
-from lorimer.engine.custom_loss import CustomLoss, combine_metrics
 from lorimer.engine.messages import Datum, ForwardBackward, RegisterLoss, decode_command, encode
+from lorimer.engine.training import custom_loss, custom_loss_calls
+from lorimer.engine.training.custom_loss import CustomLoss, combine_metrics
 from lorimer.engine.validation import check_operation
 from lorimer.errors import InvalidInput, Unsupported
 

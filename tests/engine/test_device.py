@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.device import choose_dtype, free_bytes, open_device, used_bytes
+from lorimer.engine.model.device import choose_dtype, free_bytes, open_device, used_bytes
 from lorimer.errors import InvalidInput
 
 CPU = torch.device("cpu")

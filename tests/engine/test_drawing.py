@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
 
 
 def drawn(probabilities, numbers, temperature=1.0, top_k=-1, top_p=1.0):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from lorimer.engine.debug import VOCAB_SIZE
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import (
     CreateRun,
@@ -28,6 +27,7 @@ from lorimer.engine.messages import (
     SaveState,
 )
 from lorimer.errors import CheckpointError, InvalidInput, NotFound, Unsupported
+from lorimer.models.debug import VOCAB_SIZE
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
 from tests.engine.reference import relative_error
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lorimer.engine.batch import AdapterSlice
-from lorimer.engine.head import Head
+from lorimer.engine.model.head import Head
+from lorimer.engine.training.batch import AdapterSlice
 from tests.engine.reference import make_adapter, open_pair
 
 ROWS = 50
@@ -13,7 +13,7 @@ ROWS = 50
 @pytest.fixture(params=["llama", "gemma2"])
 def parts(request, monkeypatch):
     """gemma2 caps its logits. The chunk is made so small that there are several."""
-    monkeypatch.setattr("lorimer.engine.head.CHUNK_BYTES", 16 * 4 * 272)
+    monkeypatch.setattr("lorimer.engine.model.head.CHUNK_BYTES", 16 * 4 * 272)
     model, plain = open_pair(request.param)
     adapter = make_adapter(model)
     name = model.head_target.name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lorimer.engine.images import open_picture
+from lorimer.engine.model.images import open_picture
 from lorimer.errors import InvalidInput, TooLarge
 from tests.engine.pictures import bomb, broken_files, file_of, picture, png, png_chunk
 

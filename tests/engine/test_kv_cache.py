@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from lorimer.engine.kv_cache import BLOCK, PrefixStore, PromptCache, Slab
+from lorimer.engine.sampling.kv_cache import BLOCK, PrefixStore, PromptCache, Slab
 
 LAYERS, HEADS, SIZE = 3, 2, 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lorimer.engine.batch import AdapterSlice, Pass, PassSlot
-from lorimer.engine.linear import ANY_ROWS, FEW_ROWS, FrozenLinear, FrozenMatrix, fastest_packed_rows
-from lorimer.engine.lora import LoraTarget
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.model.linear import ANY_ROWS, FEW_ROWS, FrozenLinear, FrozenMatrix, fastest_packed_rows
+from lorimer.engine.training.batch import AdapterSlice, Pass, PassSlot
 
 IN, OUT = 24, 36
 # A fused layer: two parts, one after the other.

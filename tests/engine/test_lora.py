@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lorimer.engine.debug import ARCHITECTURES, tiny_model
-from lorimer.engine.lora import LoraTarget, find_targets, init_adapter, shapes
+from lorimer.engine.adapters.lora import LoraTarget, find_targets, init_adapter, shapes
 from lorimer.engine.messages import LoraConfig
 from lorimer.errors import InvalidInput, ModelRefused
+from lorimer.models.debug import ARCHITECTURES, tiny_model
 
 
 def meta_model(model_type: str, **config: Any) -> nn.Module:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lorimer.engine.losses import LOSSES, MetricSums, active_positions, evaluate, find_loss
+from lorimer.engine.training.losses import LOSSES, MetricSums, active_positions, evaluate, find_loss
 from lorimer.errors import InvalidInput, Unsupported
 
 CLIPS = ("clip_low_threshold", "clip_high_threshold")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.attention import group_sequences
-from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.memory import LEAST_BUDGET, MOST_BUDGET, activation_bytes_per_token, find_token_budget
 from lorimer.engine.messages import Datum, ForwardBackward
-from lorimer.engine.training import Trainer, Work
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.memory import LEAST_BUDGET, MOST_BUDGET, activation_bytes_per_token, find_token_budget
+from lorimer.engine.training.batch import AdapterSlice, Pass
+from lorimer.engine.training.trainer import Trainer, Work
 from lorimer.engine.validation import check_operation
 from tests.engine.reference import make_adapter, open_pair
 from tests.memory import resident_peak

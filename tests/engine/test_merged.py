@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.adapters import snapshot
-from lorimer.engine.device import Device
-from lorimer.engine.merged import PATIENCE, MergedAdapter
-from lorimer.engine.model import BaseModel
+from lorimer.engine.adapters.adapters import snapshot
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.device import Device
+from lorimer.engine.sampling.merged import PATIENCE, MergedAdapter
 from tests.engine.reference import DENSE, MOE, make_adapter, open_pair
 from tests.engine.test_sampling import finish, make_sampler, prompt_of, request, trainer_logprobs
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.mlp import GatedForward, replace_gated_mlps
+from lorimer.engine.model.mlp import GatedForward, replace_gated_mlps
+from lorimer.engine.training.batch import AdapterSlice, Pass
 from tests.engine.reference import make_adapter, open_pair
 
 

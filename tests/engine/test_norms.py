@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorimer.engine.debug import ARCHITECTURES, tiny_model
-from lorimer.engine.norms import FrozenRMSNorm, replace_norms
+from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
+from lorimer.models.debug import ARCHITECTURES, tiny_model
 
 
 def norms_of(model):

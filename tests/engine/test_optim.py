@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorimer.engine.adapters import Adapter, create_adapter, flatten
-from lorimer.engine.lora import LoraTarget
+from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten
+from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
-from lorimer.engine.optim import apply, check_optimizer
+from lorimer.engine.training.optim import apply, check_optimizer
 from lorimer.errors import InvalidInput, Unsupported
 
 TARGETS = [

@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import pytest
 
-from lorimer.engine.debug import make_debug_model
 from lorimer.engine.messages import (
     Cancel,
     CreateRun,
@@ -43,6 +42,7 @@ from lorimer.engine.messages import (
 )
 from lorimer.engine.process import EngineProcess
 from lorimer.errors import Cancelled, EngineDied, InvalidInput
+from lorimer.models.debug import make_debug_model
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
 
 NUMBERS = count()

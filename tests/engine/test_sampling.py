@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.adapters import snapshot
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.kv_cache import BLOCK
+from lorimer.engine.adapters.adapters import snapshot
 from lorimer.engine.messages import Datum, Done, SampleProgress, SampleRequest, SamplingParams
-from lorimer.engine.model import load_tokenizer
-from lorimer.engine.sampling import Sampler
-from lorimer.engine.training import Trainer, Work
+from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.sampling.kv_cache import BLOCK
+from lorimer.engine.sampling.sampler import Sampler
+from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.models.debug import make_debug_model
 from tests.engine.reference import DENSE, MOE, checked, make_adapter, open_pair
 
 EOS = 2
@@ -288,7 +288,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples_and_for_equal_prompts(lla
 
 
 def test_long_prompts_are_computed_in_pieces(llama, monkeypatch):
-    monkeypatch.setattr("lorimer.engine.sampling.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("lorimer.engine.sampling.sampler.PREFILL_TOKENS", 16)
     prompts = [prompt_of(50, 1), prompt_of(5, 2), prompt_of(33, 3)]
     results = finish(make_sampler(llama), *(request(f"r{i}", p, prompt_logprobs=True) for i, p in enumerate(prompts)))
     for i, prompt in enumerate(prompts):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lorimer.engine.attention import Shape
-from lorimer.engine.batch import AdapterSlice, Pass
-from lorimer.engine.debug import ARCHITECTURES
-from lorimer.engine.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
-from lorimer.engine.stepping import LayerStep
+from lorimer.engine.model.attention import Shape
+from lorimer.engine.model.stepping import LayerStep
+from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
+from lorimer.engine.training.batch import AdapterSlice, Pass
+from lorimer.models.debug import ARCHITECTURES
 from tests.engine.reference import make_adapter, open_pair
 
 KEEPS_ITS_OWN = {"gpt_oss"}

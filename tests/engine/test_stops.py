@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.model import load_tokenizer
-from lorimer.engine.stops import Stop
+from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.sampling.stops import Stop
 from lorimer.errors import InvalidInput
+from lorimer.models.debug import make_debug_model
 
 
 @pytest.fixture(scope="module")

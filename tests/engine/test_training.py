@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lorimer.engine.custom_loss import CustomLoss
-from lorimer.engine.debug import tiny_model
-from lorimer.engine.device import Device
-from lorimer.engine.model import BaseModel, register_implementations
-from lorimer.engine.training import Trainer, Work
+from lorimer.engine.model.base import BaseModel, register_implementations
+from lorimer.engine.model.device import Device
+from lorimer.engine.training.custom_loss import CustomLoss
+from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.models.debug import tiny_model
 from tests.engine.reference import (
     DENSE,
     MOE,

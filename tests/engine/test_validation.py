@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lorimer.engine.losses import LOSSES
 from lorimer.engine.messages import (
     CsrArray,
     Datum,
@@ -21,6 +20,7 @@ from lorimer.engine.messages import (
     decode_command,
     encode,
 )
+from lorimer.engine.training.losses import LOSSES
 from lorimer.engine.validation import check_operation, check_sample
 from lorimer.errors import InvalidInput, NotFound, Unsupported
 

@@ -11,12 +11,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from lorimer.engine.debug_vision import VISION_ARCHITECTURES, tiny_vision_config
 from lorimer.engine.engine import Engine
-from lorimer.engine.export import export_merged
 from lorimer.engine.messages import ForwardBackward, PublishSampler, SaveState, TrainResult
-from lorimer.engine.vision import FAMILIES, ReadImage, _turns, open_vision
+from lorimer.engine.model.vision import FAMILIES, ReadImage, _turns, open_vision
 from lorimer.errors import InvalidInput
+from lorimer.models.export.export import export_merged
+from tests.engine.debug_vision import VISION_ARCHITECTURES, tiny_vision_config
 from tests.engine.operations import make_operation, make_sample, settings
 from tests.engine.pictures import broken_files, png
 from tests.engine.reference import CPU, relative_error
@@ -218,7 +218,7 @@ def test_an_image_may_be_cut_by_the_pieces_of_a_prompt(directory, engine, monkey
     sequence = SEQUENCES[4]
     request = sequence.sample(max_tokens=5, prompt_logprobs=True)
     whole = finish(engine, request)["s"]
-    monkeypatch.setattr("lorimer.engine.sampling.PREFILL_TOKENS", 7)
+    monkeypatch.setattr("lorimer.engine.sampling.sampler.PREFILL_TOKENS", 7)
     pieces = finish(open_engine(directory), request)["s"]
     np.testing.assert_allclose(pieces.prompt_logprobs, whole.prompt_logprobs, atol=2e-5)
     assert pieces.sequences[0].tokens.tolist() == whole.sequences[0].tokens.tolist()

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorimer.engine import sampling
 from lorimer.engine.connection import Connection
-from lorimer.engine.constraints import Constraint
 from lorimer.engine.engine import Engine
-from lorimer.engine.kv_cache import PrefixStore
 from lorimer.engine.messages import (
     Cancel,
     CreateRun,
@@ -40,7 +37,10 @@ from lorimer.engine.messages import (
     decode_reply,
     encode,
 )
-from lorimer.engine.prompts import PromptScores
+from lorimer.engine.sampling import sampler
+from lorimer.engine.sampling.constraints import Constraint
+from lorimer.engine.sampling.kv_cache import PrefixStore
+from lorimer.engine.sampling.prompts import PromptScores
 from lorimer.engine.worker import Worker
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
 
@@ -260,8 +260,8 @@ def plant(patch, engine, place):
         "find": (PrefixStore, lambda self, salt, weights, tokens, most: is_bad(tokens)),
         "put": (PrefixStore, lambda self, salt, weights, tokens, cache: is_bad(tokens)),
         "shared pass": (engine.model, lambda tokens, *_: is_bad(tokens.numpy())),
-        "result": (sampling, lambda request: request.message.request_id == "bad"),
-        "progress": (sampling, lambda sequence: sequence.request.message.request_id == "bad"),
+        "result": (sampler, lambda request: request.message.request_id == "bad"),
+        "progress": (sampler, lambda sequence: sequence.request.message.request_id == "bad"),
         "add": (PromptScores, lambda self, *_: is_bad(self._message.prompt)),
         "advance": (Constraint, lambda self, token: True),
         "mask_": (Constraint, lambda self, logits: True),

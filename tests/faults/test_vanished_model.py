@@ -6,7 +6,7 @@ import time
 import httpx2
 import pytest
 
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from tests.conformance.servers import create_key
 from tests.faults.caller import ADAM, Caller
 from tests.faults.supervisor import Supervisor, eventually

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-import lorimer.engine
+import lorimer.models
 from tests.conformance.servers import create_key, running_server
 from tests.official_cookbook.environment import NotInstalled, cookbook_python
 from tests.official_cookbook.recipes import Cookbook, Run
 from tests.official_cookbook.workspace import STUDENT, TEACHER, make_workspace
 
-TINY = Path(lorimer.engine.__file__).parent / "tiny"
+TINY = Path(lorimer.models.__file__).parent / "tiny"
 FIGURES: list[str] = []
 
 

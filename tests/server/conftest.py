@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from lorimer.server.app import create_app
 from lorimer.server.bodies import decode, read_body
 from lorimer.server.context import Context

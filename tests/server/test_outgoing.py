@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lorimer import types
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from tests.server.processes import Process, eventually, is_connected, is_well, statuses
 from tests.server.routes.conftest import MODEL, Client, datum, sample_body
 

@@ -19,8 +19,8 @@ from lorimer.cli.settings import ConfigOption
 from lorimer.errors import InvalidInput, ModelNotFound
 
 if TYPE_CHECKING:
-    from lorimer.engine.export import Exported
-    from lorimer.engine.merging import MergedDtype
+    from lorimer.models.export.export import Exported
+    from lorimer.models.export.merging import MergedDtype
 
 SCHEME = "tinker://"
 
@@ -132,7 +132,7 @@ def run(
     report: Report,
 ) -> "Exported":
     report("loading", None)
-    from lorimer.engine.export import base_model_of, export_gguf, export_merged, export_peft
+    from lorimer.models.export.export import base_model_of, export_gguf, export_merged, export_peft
 
     if to is Target.peft:
         return export_peft(adapter, target, base or base_model_of(adapter))
@@ -157,7 +157,7 @@ def find_base(
     given: str | None, trained_on: str | None, cache: Path | None, config: Path | None, report: Report
 ) -> Path:
     """The directory of the base model, by the rules of ``lorimer serve``: its names of models come first."""
-    from lorimer.engine.sources import resolve
+    from lorimer.models.sources import resolve
 
     if given:
         return resolve(given, cache_directory=cache, progress=report).directory

@@ -112,7 +112,7 @@ def serve(
 
 def check_models(settings: "Settings") -> None:
     """Refuse to start with models that cannot be served. What only their weights show is left to the engine."""
-    from lorimer.engine.sources import check_available
+    from lorimer.models.sources import check_available
 
     for name, config in settings.engine_configs().items():
         try:

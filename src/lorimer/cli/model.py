@@ -14,8 +14,8 @@ from lorimer.cli.progress import progress_bar
 from lorimer.cli.settings import ConfigOption, effective_settings
 
 if TYPE_CHECKING:
-    from lorimer.engine.catalogue import LocalModel
-    from lorimer.engine.description import ModelDescription
+    from lorimer.models.catalogue import LocalModel
+    from lorimer.models.description import ModelDescription
     from lorimer.types import SupportedModel
 
 app = typer.Typer(help="List, fetch and describe base models.", no_args_is_help=True)
@@ -52,8 +52,8 @@ def pull(
 ) -> None:
     """Fetch a base model, so that serving it needs no network."""
     with exit_on_error():
-        from lorimer.engine.catalogue import directory_bytes
-        from lorimer.engine.sources import resolve
+        from lorimer.models.catalogue import directory_bytes
+        from lorimer.models.sources import resolve
 
         source = source_named(name, config)
         with progress_bar() as report:
@@ -78,7 +78,7 @@ def info(
 ) -> None:
     """Describe a base model: its size, what LoRA trains in it, and the memory that takes; loads no weights."""
     with exit_on_error():
-        from lorimer.engine.sources import resolve
+        from lorimer.models.sources import resolve
 
         with progress_bar() as report:
             report("looking for the model", None)
@@ -89,7 +89,7 @@ def info(
                 needs_weights=False,
             )
             report("reading its settings", None)
-            from lorimer.engine.description import describe_model
+            from lorimer.models.description import describe_model
 
             described = describe_model(found.directory)
         if output is Format.json:
@@ -154,7 +154,7 @@ def yes(value: bool | None) -> str:
 
 
 def show_local(cache: Path | None, output: Format) -> None:
-    from lorimer.engine.catalogue import local_models
+    from lorimer.models.catalogue import local_models
 
     models = local_models(cache)
     if output is Format.json:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from lorimer import SamplingClient
-from lorimer.cookbook.messages import Message
+from lorimer.chat.conversation import Message
 from lorimer.cookbook.renderers import Renderer
 from lorimer.types import ModelInput, SampledSequence, SamplingParams, StopReason
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorimer import Datum
+from lorimer.chat.conversation import Message, ToolSpec, TrainOn, check_messages
 from lorimer.cookbook.datums import Reduction, conversation_to_datums
-from lorimer.cookbook.messages import Message, ToolSpec, TrainOn, check_messages
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput
 

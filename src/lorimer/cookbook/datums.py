@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lorimer import Datum, ModelInput
-from lorimer.cookbook.images import first_positions, ids_of
-from lorimer.cookbook.messages import Message, ToolSpec, TrainOn
+from lorimer.chat.conversation import Message, ToolSpec, TrainOn
+from lorimer.chat.images import first_positions, ids_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput, TooLarge
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from lorimer import Datum, ModelInput, SamplingClient, SamplingParams
+from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook.completers import derive_seed
 from lorimer.cookbook.datums import mean_nll
-from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lorimer import SamplingClient, SamplingParams
+from lorimer.chat.conversation import Message, Termination, call_arguments, make_tool_call, text_of, thinking_of
 from lorimer.cookbook.evaluation import Evaluator
-from lorimer.cookbook.messages import Message, Termination, call_arguments, make_tool_call, text_of, thinking_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput, LorimerError
 

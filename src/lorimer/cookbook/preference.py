@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
+from lorimer.chat.conversation import Message, check_messages, text_of
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import conversation_to_datum, num_tokens
 from lorimer.cookbook.evaluation import Evaluator, target_logprobs
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
-from lorimer.cookbook.messages import Message, check_messages, text_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.schedules import Schedule, learning_rate
 from lorimer.cookbook.service import open_service

@@ -2,7 +2,7 @@
 
 ``TemplateRenderer`` speaks the chat template that comes with a tokenizer and so fits any chat model exactly;
 ``TextRenderer`` writes plain dialogue for base models that have no template. The names of the official cookbook that
-are in ``chat_formats.py`` give its tokens. A model that none of these serves gets a renderer of its own by
+are in ``chat/formats.py`` give its tokens. A model that none of these serves gets a renderer of its own by
 ``register_renderer``.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorimer import ModelInput
-from lorimer.cookbook.chat_formats import Llama3Renderer, Qwen3Renderer, RoleColonRenderer
-from lorimer.cookbook.messages import (
+from lorimer.chat.conversation import (
     ContentPart,
     ImagePart,
     Message,
@@ -28,10 +27,11 @@ from lorimer.cookbook.messages import (
     TrainOn,
     UnparsedToolCall,
 )
-from lorimer.cookbook.messages import text_of as get_text_content
-from lorimer.cookbook.qwen35_format import Qwen35Renderer
-from lorimer.cookbook.template_renderer import TemplateRenderer
-from lorimer.cookbook.text_renderer import TextRenderer
+from lorimer.chat.conversation import text_of as get_text_content
+from lorimer.chat.formats import Llama3Renderer, Qwen3Renderer, RoleColonRenderer
+from lorimer.chat.qwen35 import Qwen35Renderer
+from lorimer.chat.template_renderer import TemplateRenderer
+from lorimer.chat.text_renderer import TextRenderer
 from lorimer.errors import InvalidInput, Unsupported
 
 __all__ = [

@@ -12,13 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from lorimer.engine import checkpoints, optim
-from lorimer.engine.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
+from lorimer.engine.adapters import checkpoints
+from lorimer.engine.adapters.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
+from lorimer.engine.adapters.lora import ALPHA
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.custom_loss import CustomLoss
-from lorimer.engine.device import open_device, used_bytes
-from lorimer.engine.lora import ALPHA
-from lorimer.engine.memory import find_token_budget
 from lorimer.engine.messages import (
     CreateRun,
     DropRun,
@@ -38,14 +35,18 @@ from lorimer.engine.messages import (
     StepResult,
     TrainResult,
 )
-from lorimer.engine.model import eos_token_ids, load_model, load_tokenizer
-from lorimer.engine.sampling import Sampler
-from lorimer.engine.sources import resolve
-from lorimer.engine.training import Trainer, Work
+from lorimer.engine.model.base import eos_token_ids, load_model, load_tokenizer
+from lorimer.engine.model.device import open_device, used_bytes
+from lorimer.engine.model.memory import find_token_budget
+from lorimer.engine.model.vision import ReadImage, SequenceImages
+from lorimer.engine.sampling.sampler import Sampler
+from lorimer.engine.training import optim
+from lorimer.engine.training.custom_loss import CustomLoss
+from lorimer.engine.training.trainer import Trainer, Work
 from lorimer.engine.translation import decode_operation
 from lorimer.engine.validation import check_operation, check_sample
-from lorimer.engine.vision import ReadImage, SequenceImages
 from lorimer.errors import InvalidInput, NotFound
+from lorimer.models.sources import resolve
 
 Progress = Callable[[str, float | None], None]
 

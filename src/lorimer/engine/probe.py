@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.device import free_bytes, gemm_rates, open_device
+from lorimer.engine.model.device import free_bytes, gemm_rates, open_device
 
 
 def probe() -> dict[str, Any]:

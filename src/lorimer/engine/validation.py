@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer.engine.losses import Loss, find_loss
 from lorimer.engine.messages import CsrArray, Datum, ForwardBackward, SampleRequest, SamplingParams
+from lorimer.engine.training.losses import Loss, find_loss
 from lorimer.errors import InvalidInput, NotFound
 
 MAX_SPARSE_CELLS = 2**26

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
+from lorimer.chat.conversation import TrainOn
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import chat_dataset, check_conversations, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
-from lorimer.cookbook.messages import TrainOn
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer

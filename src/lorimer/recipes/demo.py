@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lorimer import SamplingClient, ServiceClient
+from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook import supervised
 from lorimer.cookbook.completers import TinkerMessageCompleter
 from lorimer.cookbook.datasets import chat_dataset
 from lorimer.cookbook.evaluation import exact_match
-from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.plots import draw_png, read_charts
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer

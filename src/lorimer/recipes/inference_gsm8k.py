@@ -20,11 +20,11 @@ import typer
 from rich.progress import Progress
 
 from lorimer import SamplingClient, SamplingParams
+from lorimer.chat.conversation import text_of
 from lorimer.cookbook.checkpoints import read_jsonl
 from lorimer.cookbook.completers import derive_seed
 from lorimer.cookbook.datasets import check_fields, load_rows
 from lorimer.cookbook.logs import write_atomically
-from lorimer.cookbook.messages import text_of
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.errors import InvalidInput

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from lorimer import Datum, ServiceClient
+from lorimer.chat.conversation import Message
 from lorimer.cookbook import distillation, supervised
 from lorimer.cookbook.datasets import ShuffledDataset, check_fields, default_held_out, load_rows, split_off
 from lorimer.cookbook.datums import datum_from_tokens, num_tokens
 from lorimer.cookbook.evaluation import nll
-from lorimer.cookbook.messages import Message
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.service import get_tokenizer

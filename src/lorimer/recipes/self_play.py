@@ -24,13 +24,13 @@ from typing import Annotated
 import typer
 
 from lorimer import Datum, SamplingClient, ServiceClient, TrainingClient
+from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook import supervised
 from lorimer.cookbook.checkpoints import Checkpoints, open_training_client
 from lorimer.cookbook.completers import TokensWithLogprobs, derive_seed
 from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.logs import open_log
-from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup, Transition

@@ -15,10 +15,10 @@ from typing import Annotated
 import typer
 
 from lorimer import Datum, SamplingClient, SamplingParams
+from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
-from lorimer.cookbook.messages import Message, text_of
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.service import get_tokenizer

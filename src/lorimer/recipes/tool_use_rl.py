@@ -24,11 +24,11 @@ from typing import Annotated
 import typer
 
 from lorimer import Datum, ServiceClient
+from lorimer.chat.conversation import Message, ToolCall, TrainOn, make_tool_call, text_of
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.logs import read_metrics
-from lorimer.cookbook.messages import Message, ToolCall, TrainOn, make_tool_call, text_of
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-import lorimer.engine
+import lorimer.models
 from lorimer.cookbook.completers import StopCondition
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import Action, Env, EnvGroupBuilder, Observation, RLDataset, StepResult
@@ -13,7 +13,7 @@ from lorimer.cookbook.rl.problems import ProblemDataset, ProblemEnv
 from lorimer.types import ModelInput
 
 MODEL = "lorimer/tiny"
-TINY = Path(lorimer.engine.__file__).parent / "tiny"
+TINY = Path(lorimer.models.__file__).parent / "tiny"
 
 
 def tiny_renderer() -> Renderer:

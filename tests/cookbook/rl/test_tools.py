@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from lorimer.cookbook.messages import Message, make_tool_call, text_of
+from lorimer.chat.conversation import Message, make_tool_call, text_of
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl.datums import trajectory_to_data
 from lorimer.cookbook.rl.envs import Trajectory, Transition

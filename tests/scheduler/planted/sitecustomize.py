@@ -14,9 +14,9 @@ _FILE = Path(os.environ.get("PLANTED_FAULT", "/nonexistent"))
 
 
 def _plant() -> None:
-    from lorimer.engine import sampling
+    from lorimer.engine.sampling import sampler
 
-    result = sampling.result
+    result = sampler.result
 
     def planted(request: Any) -> Any:
         if _FILE.exists():
@@ -26,7 +26,7 @@ def _plant() -> None:
                 raise KeyError("planted")
         return result(request)
 
-    sampling.result = planted
+    sampler.result = planted
 
 
 if "lorimer.engine" in sys.orig_argv:

@@ -11,10 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from lorimer.engine.debug import make_debug_model
-from lorimer.engine.debug_vision import make_debug_vision_model
+from lorimer.models.debug import make_debug_model
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.cookbook import chat_templates
+from tests.engine.debug_vision import make_debug_vision_model
 
 HERE = Path(__file__).parent
 SERVERS = ExitStack()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from lorimer.engine.debug import byte_level_tokenizer
+from lorimer.models.debug import byte_level_tokenizer
 from lorimer.server.openai.detokenizing import Detokenizer, StopText, TokenBytes
 from lorimer.types.stops import StopMatcher
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from starlette.applications import Starlette
 
 from lorimer import types
-from lorimer.engine.debug import make_debug_model
+from lorimer.models.debug import make_debug_model
 from lorimer.server.app import create_app
 from lorimer.server.context import Context
 from lorimer.server.settings import Settings

@@ -104,7 +104,7 @@ def test_metadata_comes_back_as_text():
 
 @pytest.mark.parametrize("name", [*data_checks.LOSSES, "stable_reinforce", "Cross_Entropy", ""])
 def test_losses_are_those_of_the_engine(name):
-    from lorimer.engine.losses import LOSSES
+    from lorimer.engine.training.losses import LOSSES
 
     assert set(data_checks.LOSSES) == {*LOSSES, "custom"}
     if name in data_checks.LOSSES:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorimer.cookbook.messages import Message
+from lorimer.chat.conversation import Message
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.problems import ProblemDataset, ProblemEnv
 from lorimer.errors import InvalidInput

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lorimer.chat.conversation import Message, ToolSpec, call_arguments, make_tool_call, text_of, thinking_of
 from lorimer.cookbook.completers import StopCondition, derive_seed
-from lorimer.cookbook.messages import Message, ToolSpec, call_arguments, make_tool_call, text_of, thinking_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.envs import (
     Action,

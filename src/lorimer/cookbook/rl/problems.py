@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from lorimer.chat.conversation import Message, Termination, text_of
 from lorimer.cookbook.completers import StopCondition, derive_seed
 from lorimer.cookbook.evaluation import Grader
-from lorimer.cookbook.messages import Message, Termination, text_of
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.envs import Action, Env, EnvGroupBuilder, Logs, Metrics, Observation, RLDataset, StepResult
 from lorimer.cookbook.rl.graders import GraderPool

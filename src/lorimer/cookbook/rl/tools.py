@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from lorimer.chat.conversation import Message, Termination, ToolCall, ToolSpec, call_arguments
 from lorimer.cookbook.completers import StopCondition
-from lorimer.cookbook.messages import Message, Termination, ToolCall, ToolSpec, call_arguments
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.envs import Action, Env, Metrics, Observation, StepResult
 from lorimer.errors import InvalidInput

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from lorimer.chat.parsing import Part
 from lorimer.server.anthropic.schemas import (
     CountRequest,
     ImageBlock,
@@ -22,7 +23,6 @@ from lorimer.server.openai import chat, generating
 from lorimer.server.openai.chat import ChatChoice, ChatJob
 from lorimer.server.openai.events import Event
 from lorimer.server.openai.parameters import BadParameter, check_parameters
-from lorimer.server.openai.parsing import Part
 from lorimer.server.openai.schemas import ChatRequest
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

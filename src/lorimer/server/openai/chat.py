@@ -12,6 +12,9 @@ from typing import Any
 from starlette.requests import Request
 
 from lorimer import types
+from lorimer.chat.parsing import END_THINK, THINK, AnswerFormat, AnswerParser, Part, joined, merged
+from lorimer.chat.templates import RESERVED, ChatTemplate
+from lorimer.chat.tools import Call
 from lorimer.scheduler.streaming import Piece
 from lorimer.server.context import context_of
 from lorimer.server.openai import generating
@@ -19,10 +22,7 @@ from lorimer.server.openai.generating import Choice, Source, TokenScore, Wanted,
 from lorimer.server.openai.grammars import answer_grammar, chosen_tools, tool_syntax
 from lorimer.server.openai.images import images_of, prompt_with
 from lorimer.server.openai.parameters import BadParameter
-from lorimer.server.openai.parsing import END_THINK, THINK, AnswerFormat, AnswerParser, Part, joined, merged
 from lorimer.server.openai.schemas import ChatRequest, ImagePart, Message
-from lorimer.server.openai.templates import RESERVED, ChatTemplate
-from lorimer.server.openai.tools import Call
 from lorimer.server.openai.usage import Usage
 from lorimer.server.settings import Settings
 from lorimer.types.stops import StopMatcher

@@ -1,17 +1,17 @@
 """What an answer is confined to: a JSON schema, a call of a tool, or both as alternatives, as rules of Lark.
 
-The engine compiles them (``engine/constraints.py``) and says what is wrong with one that it refuses.
+The engine compiles them (``engine/sampling/constraints.py``) and says what is wrong with one that it refuses.
 """
 
 import json
 from typing import Any
 
+from lorimer.chat.templates import ChatTemplate
+from lorimer.chat.tools import JSON_FORM, ToolSyntax, syntax_of
 from lorimer.errors import TooLarge, Unsupported
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import ChatRequest, ChosenTool, ResponseFormat, Tool
-from lorimer.server.openai.templates import ChatTemplate
 from lorimer.server.openai.text import TextModel
-from lorimer.server.openai.tools import JSON_FORM, ToolSyntax, syntax_of
 
 MOST_CHARS = 64 * 1024
 """Of one grammar: an engine compiles it between two steps, and one of this size may take half a second."""

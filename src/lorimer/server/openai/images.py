@@ -5,10 +5,10 @@ What is in a file is the engine's question, as it is with images of the Tinker p
 
 from collections.abc import Sequence
 
+from lorimer.chat.templates import ChatTemplate
 from lorimer.server.data_checks import check_count
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import ImagePart, Message
-from lorimer.server.openai.templates import ChatTemplate
 from lorimer.server.openai.text import TextModel
 from lorimer.server.settings import Settings
 from lorimer.types import ImageChunk, ModelInput

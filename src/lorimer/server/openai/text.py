@@ -11,11 +11,11 @@ from pathlib import Path
 from starlette.requests import Request
 from tokenizers import Tokenizer
 
+from lorimer.chat.templates import DEFAULT, WITH_TOOLS, ChatTemplate, read_templates
 from lorimer.errors import TooLarge, Unsupported
 from lorimer.server.context import context_of
 from lorimer.server.openai.detokenizing import TokenBytes
 from lorimer.server.openai.parameters import BadParameter
-from lorimer.server.openai.templates import DEFAULT, WITH_TOOLS, ChatTemplate, read_templates
 
 NO_TEMPLATE = "no_chat_template"
 """By this code a client knows that a model only completes text."""

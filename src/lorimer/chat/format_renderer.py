@@ -1,0 +1,278 @@
+"""What renderers of a written chat format share: messages in order, each a header and what is said, encoded apart.
+
+The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` reads
+the chat template of a tokenizer instead, which encodes a conversation as one text and so may differ from these where
+tokens join. The formats themselves are in ``formats.py``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorimer.chat.conversation import (
+    Content,
+    ContentPart,
+    Message,
+    Termination,
+    ToolSpec,
+    TrainOn,
+    check_messages,
+    text_of,
+)
+from lorimer.chat.images import has_images
+from lorimer.errors import InvalidInput, Unsupported
+from lorimer.types import ModelInput
+
+
+class Place(NamedTuple):
+    """Where a message stands in its conversation."""
+
+    position: int
+    is_last: bool
+    last_user: int
+    """The index of the last message of a user; -1 if there is none."""
+    follows_tool: bool = False
+    precedes_tool: bool = False
+
+
+class Written(NamedTuple):
+    """The tokens of one message."""
+
+    header: list[int]
+    """Who speaks; never sampled."""
+    output: list[int]
+    """What is said, with its end."""
+    overlap: tuple[int, ...] = ()
+    """What completes the stop sequence after the last message, where the next header would."""
+
+
+class FormatRenderer(ABC):
+    has_extension_property = True
+    is_told_not_to_think = False
+    """Whether prompts end with a closed block of thoughts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    def write(self, message: Message, place: Place) -> Written: ...
+
+    @abstractmethod
+    def get_stop_sequences(self) -> list[int] | list[str]: ...
+
+    @abstractmethod
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]: ...
+
+    def create_conversation_prefix_with_tools(self, tools: Sequence[Any], system_prompt: str = "") -> list[Message]:
+        """The messages that begin a conversation with these tools."""
+        raise Unsupported(f"{type(self).__name__} has no form for tools; 'qwen3' and 'template' have one")
+
+    # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
+
+    def build_generation_prompt(
+        self,
+        messages: Sequence[Message],
+        role: str = "assistant",
+        prefill: str | None = None,
+        *,
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> ModelInput:
+        tokens = self._prompt(self._prepared(messages, tools), role)
+        return ModelInput.from_ints(tokens + (self._encode(prefill) if prefill else []))
+
+    def _prompt(self, messages: Sequence[Message], role: str = "assistant") -> list[int]:
+        tokens = self._beginning()
+        for message, place in _places(messages):
+            written = self.write(message, place)
+            tokens += written.header + written.output
+        return tokens + self._prompt_header(role, Place(len(messages), True, _last_user(messages)))
+
+    def _prompt_header(self, role: str, place: Place) -> list[int]:
+        return self.write({"role": role, "content": ""}, place).header
+
+    def _beginning(self) -> list[int]:
+        return []
+
+    # ── training ──────────────────────────────────────────────────────────────────────────────────────
+
+    def build_supervised_example(
+        self,
+        messages: Sequence[Message],
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> tuple[ModelInput, NDArray[np.float32]]:
+        return self._example(self._prepared(messages, tools), TrainOn(train_on_what))
+
+    def build_supervised_examples(
+        self,
+        messages: Sequence[Message],
+        train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
+        """One sequence, or one for each trained message where earlier messages are written otherwise."""
+        prepared, train_on_what = self._prepared(messages, tools), TrainOn(train_on_what)
+        if self.has_extension_property:
+            return [self._example(prepared, train_on_what)]
+        match train_on_what:
+            case TrainOn.LAST_ASSISTANT_MESSAGE:
+                first = len(prepared) - 1
+            case TrainOn.LAST_ASSISTANT_TURN:
+                first = _last_user(prepared) + 1
+            case TrainOn.ALL_ASSISTANT_MESSAGES:
+                first = 0
+            case _:
+                raise Unsupported(
+                    f"{type(self).__name__} writes earlier messages otherwise, so {str(train_on_what)!r} cannot be "
+                    "split into sequences; accepted are last_assistant_message, last_assistant_turn and "
+                    "all_assistant_messages, or build_supervised_example"
+                )
+        return [
+            self._example(prepared[: index + 1], TrainOn.LAST_ASSISTANT_MESSAGE)
+            for index in range(max(first, 0), len(prepared))
+            if prepared[index]["role"] == "assistant"
+        ]
+
+    def _example(self, messages: list[Message], train_on: TrainOn) -> tuple[ModelInput, NDArray[np.float32]]:
+        _check_trainable(messages, train_on)
+        tokens = self._beginning()
+        weights = [0.0] * len(tokens)
+        turn = _last_user(messages[:-1]) + 1
+        for message, place in _places(messages):
+            written = self.write(message, place)
+            said = written.output + (list(written.overlap) if place.is_last else [])
+            tokens += written.header + said
+            weights += [float(train_on is TrainOn.ALL_TOKENS)] * len(written.header)
+            weights += [float(_is_trained(message, place, train_on, turn))] * len(said)
+        untrained = self._num_given(messages, train_on, tokens)
+        weights[:untrained] = [0.0] * untrained
+        return ModelInput.from_ints(tokens), np.array(weights, np.float32)
+
+    def _num_given(self, messages: list[Message], train_on: TrainOn, tokens: list[int]) -> int:
+        """How many tokens the prompt would hold already when the first trained message is sampled; 0 if unknown."""
+        if train_on is TrainOn.LAST_ASSISTANT_MESSAGE:
+            first = len(messages) - 1
+        elif train_on is TrainOn.LAST_ASSISTANT_TURN:
+            first = _last_user(messages) + 1
+        else:
+            return 0
+        if not 0 <= first < len(messages) or messages[first]["role"] != "assistant":
+            return 0
+        prompt = self._prompt(messages[:first])
+        if tokens[: len(prompt)] == prompt:
+            return len(prompt)
+        if self.is_told_not_to_think:
+            raise InvalidInput(
+                f"message {first} thinks, {messages[first]['content']!s:.200}, after a prompt that tells the model not "
+                "to; a renderer that lets it think is accepted, or the message without its thoughts"
+            )
+        return 0
+
+    # ── messages and tokens ───────────────────────────────────────────────────────────────────────────
+
+    def _prepared(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> list[Message]:
+        """The messages with thoughts among their parts, after a system message that has the tools."""
+        if messages:
+            check_messages(messages)
+        prepared = [_with_thoughts_in_parts(message) for message in messages]
+        if not tools:
+            return prepared
+        system = text_of(prepared.pop(0)) if prepared and prepared[0]["role"] == "system" else ""
+        return [*self.create_conversation_prefix_with_tools(tools, system), *prepared]
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False, **options))
+
+    def _token(self, mark: str) -> int:
+        """The token of a mark; refused where the tokenizer has none, since its model knows another format."""
+        tokens = self._encode(mark)
+        if len(tokens) != 1:
+            name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
+            raise InvalidInput(
+                f"{name!r} has no token {mark!r}, which {type(self).__name__} needs; 'auto' takes the format of the "
+                "tokenizer's own chat template"
+            )
+        return tokens[0]
+
+    def _until(self, response: Sequence[int], end: int) -> tuple[str, Termination]:
+        """The text before the token that ends a message, and whether it is there."""
+        tokens = list(response)
+        if (count := tokens.count(end)) > 1:
+            raise InvalidInput(
+                f"a response has the end of a message {count} times, at most once is accepted; sample with "
+                "stop=renderer.get_stop_sequences()"
+            )
+        is_ended = count == 1
+        text = str(self.tokenizer.decode(tokens[: tokens.index(end)] if is_ended else tokens))
+        return text, Termination.STOP_SEQUENCE if is_ended else Termination.MALFORMED
+
+
+def _places(messages: Sequence[Message]) -> list[tuple[Message, Place]]:
+    roles = [message["role"] for message in messages]
+    last_user = _last_user(messages)
+    return [
+        (
+            message,
+            Place(
+                index,
+                index == len(messages) - 1,
+                last_user,
+                follows_tool=roles[max(index - 1, 0) : index] == ["tool"],
+                precedes_tool=roles[index + 1 : index + 2] == ["tool"],
+            ),
+        )
+        for index, message in enumerate(messages)
+    ]
+
+
+def _last_user(messages: Sequence[Message]) -> int:
+    return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+
+
+def _is_trained(message: Message, place: Place, train_on: TrainOn, turn: int) -> bool:
+    role = message["role"]
+    match train_on:
+        case TrainOn.LAST_ASSISTANT_MESSAGE:
+            return place.is_last and role == "assistant"
+        case TrainOn.LAST_ASSISTANT_TURN:
+            return role == "assistant" and place.position >= turn
+        case TrainOn.ALL_ASSISTANT_MESSAGES:
+            return role == "assistant"
+        case TrainOn.ALL_USER_AND_SYSTEM_MESSAGES:
+            return role in ("user", "system")
+        case TrainOn.CUSTOMIZED:
+            return bool(message["trainable"])
+    return True
+
+
+def _check_trainable(messages: Sequence[Message], train_on: TrainOn) -> None:
+    is_customized = train_on is TrainOn.CUSTOMIZED
+    for index, message in enumerate(messages):
+        if ("trainable" in message) != is_customized:
+            wanted = "each message needs one" if is_customized else "no message may have one"
+            has = "has no" if is_customized else "has the"
+            raise InvalidInput(f"message {index} {has} field 'trainable'; with {str(train_on)!r} {wanted}")
+
+
+def _with_thoughts_in_parts(message: Message) -> Message:
+    content: Content = "" if message["content"] is None else message["content"]
+    if thought := message.get("thinking"):
+        parts: list[ContentPart] = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+        content = [{"type": "thinking", "thinking": thought}, *parts]
+    if has_images(message):
+        raise Unsupported("this renderer has no form for images; 'template' has one where the model reads them")
+    return {**message, "content": content}
+
+
+def only_text(message: Message) -> str:
+    """The text of a message that is nothing else."""
+    content = message["content"]
+    if message.get("tool_calls"):
+        raise Unsupported("this renderer has no form for tool calls; 'qwen3' and 'template' have one")
+    if isinstance(content, str):
+        return content
+    if len(content) == 1 and content[0]["type"] == "text":
+        return content[0]["text"]
+    raise InvalidInput(f"the content {content!s:.200} is not one text, which is all that this renderer accepts")

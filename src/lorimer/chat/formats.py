@@ -1,0 +1,261 @@
+"""The chat formats that the official cookbook names, written out: plain dialogue, Llama 3 and the Qwen3 family."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from lorimer.chat.conversation import (
+    PART_TYPES,
+    ContentPart,
+    Message,
+    Termination,
+    ToolCall,
+    UnparsedToolCall,
+    call_arguments,
+    make_tool_call,
+)
+from lorimer.chat.format_renderer import FormatRenderer, Place, Written, only_text
+from lorimer.errors import InvalidInput, Unsupported
+
+Thinking = Literal["on", "off", "never"]
+
+
+class RoleColonRenderer(FormatRenderer):
+    """``User: ...`` and ``Assistant: ...``, each ended by an empty line, for base models."""
+
+    STOP = "\n\nUser:"
+
+    def write(self, message: Message, place: Place) -> Written:
+        return Written(
+            header=self._encode(message["role"].capitalize() + ":"),
+            output=self._encode(f" {only_text(message)}\n\n"),
+            # The official renderer writes the placeholder after a last message of anybody else.
+            overlap=tuple(self._encode("User:" if message["role"] == "assistant" else "<UNUSED>")),
+        )
+
+    def get_stop_sequences(self) -> list[int] | list[str]:
+        return [self.STOP]
+
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
+        tokens = list(response)
+        eos = self.tokenizer.eos_token_id
+        is_ended = eos is not None and tokens[-1:] == [eos]
+        said, *others = str(self.tokenizer.decode(tokens[:-1] if is_ended else tokens)).split(self.STOP)
+        if others:
+            is_clean = len(others) == 1 and not is_ended
+            termination = Termination.STOP_SEQUENCE if is_clean else Termination.MALFORMED
+        else:
+            termination = Termination.EOS if is_ended else Termination.MALFORMED
+        return {"role": "assistant", "content": said.removeprefix(" ").removesuffix("\n\n")}, termination
+
+    def _beginning(self) -> list[int]:
+        return self._encode(self.tokenizer.bos_token) if self.tokenizer.bos_token else []
+
+
+class Llama3Renderer(FormatRenderer):
+    """Llama 3's headers, without the dates that its chat template adds to what the system says."""
+
+    def write(self, message: Message, place: Place) -> Written:
+        return Written(
+            header=self._encode(f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"),
+            output=self._encode(only_text(message) + "<|eot_id|>"),
+        )
+
+    def get_stop_sequences(self) -> list[int] | list[str]:
+        return [self._token("<|eot_id|>")]
+
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
+        text, termination = self._until(response, self._token("<|eot_id|>"))
+        return {"role": "assistant", "content": text}, termination
+
+    def _beginning(self) -> list[int]:
+        return [self._token("<|begin_of_text|>")]
+
+
+TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{lines}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""What the chat template of Qwen3 writes to the system about tools."""
+BLOCKS = re.compile(r"<think>(.*?)</think>|<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class Qwen3Renderer(FormatRenderer):
+    """Qwen3's marks. Of earlier answers the thoughts are left out; the last one has a block of them, empty or not.
+
+    With thinking ``off`` the prompt closes that block; models that ``never`` think have none.
+    """
+
+    def __init__(self, tokenizer: Any, *, thinking: Thinking = "on") -> None:
+        super().__init__(tokenizer)
+        self._end = self._token("<|im_end|>")
+        self._thinking = thinking
+        self.has_extension_property = thinking == "never"
+        self.is_told_not_to_think = thinking == "off"
+
+    def write(self, message: Message, place: Place) -> Written:
+        is_last_answer = message["role"] == "assistant" and place.is_last and message["content"]
+        if self.is_told_not_to_think and is_last_answer and place.last_user < 0:
+            raise InvalidInput(
+                f"message {place.position} answers no user; the chat template of Qwen3 then leaves out the empty block "
+                "of thoughts that every prompt without thinking ends with. A conversation with a user is accepted"
+            )
+        text, is_begun = self._said(message, place)
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+        if "tool_calls" in message:
+            text += ("\n" if is_begun else "") + "\n".join(map(_written_call, message["tool_calls"]))
+        # Marks in what somebody says are no marks.
+        said = self._encode(text, split_special_tokens=True)
+        return Written(header=self._encode(header(message["role"], place)), output=[*said, self._end])
+
+    def _said(self, message: Message, place: Place) -> tuple[str, bool]:
+        """What a message says with its thoughts, and whether it says anything but an empty block of them."""
+        content, is_assistant = message["content"], message["role"] == "assistant"
+        has_block = is_assistant and place.is_last and place.last_user >= 0 and self._thinking != "never"
+        if isinstance(content, str):
+            text, has_thought = content, "<think>" in content
+            if has_block and "</think>" in content:
+                before, _, after = content.partition("</think>")
+                text = _block(before.rpartition("<think>")[2]) + after.lstrip("\n")
+        else:
+            has_thought = any(part["type"] == "thinking" for part in content)
+            text = _joined(content, keeps_thoughts=place.is_last or not is_assistant, has_block=has_block)
+        if has_block and not has_thought:
+            return _block("") + text.lstrip("\n"), bool(text)
+        return text, bool(text)
+
+    def _prompt_header(self, role: str, place: Place) -> list[int]:
+        return self._encode(begin(role, place) + _block("") if self.is_told_not_to_think else header(role, place))
+
+    def get_stop_sequences(self) -> list[int] | list[str]:
+        return [self._end]
+
+    def create_conversation_prefix_with_tools(self, tools: Sequence[Any], system_prompt: str = "") -> list[Message]:
+        functions = [{"type": "function", "function": function_of(tool)} for tool in tools]
+        text = TOOLS.format(lines="\n".join(map(json.dumps, functions))) if functions else ""
+        return [{"role": "system", "content": f"{system_prompt}\n\n{text}" if system_prompt else text}]
+
+    def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
+        text, termination = self._until(response, self._end)
+        message: Message = {"role": "assistant", "content": text}
+        if not termination.is_clean:
+            return message, termination
+        parts, calls, unparsed = _split(text)
+        if "<think>" in text or "<tool_call>" in text:
+            message["content"] = parts if self._thinking == "never" else _without_block(parts)
+        if text.count("<tool_call>") > text.count("</tool_call>"):
+            rest = text[text.rindex("<tool_call>") :]
+            unparsed.append({"text": rest, "error": "the call does not end with '</tool_call>'"})
+        if calls:
+            message["tool_calls"] = calls
+        if unparsed:
+            message["unparsed_tool_calls"] = unparsed
+        return message, termination
+
+
+def header(role: str, place: Place) -> str:
+    return begin("user" if role == "tool" else role, place)
+
+
+def begin(role: str, place: Place) -> str:
+    return ("\n" if place.position else "") + f"<|im_start|>{role}\n"
+
+
+def _block(thought: str) -> str:
+    return "<think>\n" + thought.strip("\n") + "\n</think>\n\n"
+
+
+def _joined(content: Sequence[ContentPart], *, keeps_thoughts: bool, has_block: bool) -> str:
+    text, follows_block = "", False
+    for part in content:
+        if part["type"] == "text":
+            text += part["text"].lstrip("\n") if follows_block else part["text"]
+            follows_block = False
+        elif part["type"] == "thinking":
+            if keeps_thoughts:
+                text += _block(part["thinking"]) if has_block else f"<think>{part['thinking']}</think>"
+                follows_block = has_block
+        else:
+            raise unknown_part(part)
+    return text
+
+
+def unknown_part(part: ContentPart) -> Unsupported:
+    return Unsupported(f"a message has a part of type {part['type']!r}; accepted are {', '.join(PART_TYPES[:2])}")
+
+
+def function_of(tool: Any) -> Any:
+    """The function of a tool, which the official cookbook has without anything around it."""
+    return tool["function"] if tool.get("type") == "function" else tool
+
+
+def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
+    """Of a call that is a dictionary or, in the official cookbook, an object."""
+    if not isinstance(call, Mapping):
+        call = make_tool_call(call.function.name, json.loads(call.function.arguments))
+    return call["function"]["name"], call_arguments(call)
+
+
+def _written_call(call: Any) -> str:
+    name, arguments = name_and_arguments(call)
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _split(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedToolCall]]:
+    """Thoughts and texts in their order, the calls, and what stands between the marks of a call and is none."""
+    parts: list[ContentPart] = []
+    calls: list[ToolCall] = []
+    unparsed: list[UnparsedToolCall] = []
+    done = 0
+    for match in BLOCKS.finditer(text):
+        if before := text[done : match.start()]:
+            parts.append({"type": "text", "text": before})
+        thought, call = match.groups()
+        if thought:
+            parts.append({"type": "thinking", "thinking": thought})
+        elif call is not None:
+            _read_call(call, match.group(), calls, unparsed)
+        done = match.end()
+    if rest := text[done:]:
+        parts.append({"type": "text", "text": rest})
+    return parts, calls, unparsed
+
+
+def _read_call(text: str, block: str, calls: list[ToolCall], unparsed: list[UnparsedToolCall]) -> None:
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError("an object with a name is needed")
+        if not isinstance(value.get("arguments"), dict):
+            raise ValueError("an object of arguments is needed")
+    except ValueError as error:
+        unparsed.append({"text": block, "error": str(error)})
+        return
+    call_id = value.get("id")
+    calls.append(make_tool_call(value["name"], value["arguments"], call_id if isinstance(call_id, str) else None))
+
+
+def _without_block(parts: Sequence[ContentPart]) -> list[ContentPart]:
+    """Parts without the line breaks that belong to the block of thoughts, and without an empty block."""
+    kept: list[ContentPart] = []
+    follows_block = False
+    for part in parts:
+        if part["type"] == "thinking":
+            if thought := part["thinking"].strip("\n"):
+                kept.append({"type": "thinking", "thinking": thought})
+        elif part["type"] == "text":
+            kept.append({"type": "text", "text": part["text"].lstrip("\n") if follows_block else part["text"]})
+        follows_block = part["type"] == "thinking"
+    return kept

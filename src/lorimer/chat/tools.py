@@ -1,0 +1,147 @@
+"""How models write calls of tools, as far as it is known, and the grammars that make them write one.
+
+Which way a model has is read off its chat template. Calls that cannot be parsed stay text, for the reader to see.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorimer.chat.templates import ChatTemplate
+from lorimer.errors import Unsupported
+
+JSON_FORM = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""One way to write a value: a small model left free in its spaces may not stop making them."""
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The schemas of the parameters, by name of the function."""
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: str
+    """JSON."""
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+@dataclass(frozen=True)
+class ToolSyntax:
+    """Calls stand between ``open`` and ``close``; without an ``open`` they are the whole answer."""
+
+    open: str
+    close: str
+    parse: Callable[[str, Tools], list[Call]]
+    """``ValueError`` if the text is no call."""
+    arguments_name: str = "arguments"
+    is_array: bool = False
+    is_json: bool = True
+    """Whether a grammar can make the model write one."""
+
+    @property
+    def markers(self) -> list[str]:
+        return [marker for marker in (self.open, self.close) if marker]
+
+    def grammar(self, tools: Tools, several: bool, token_of: Callable[[str], int | None]) -> str:
+        """Rules of Lark for ``calls``: one call, or ``several``, of these tools."""
+        if not self.is_json:
+            raise Unsupported("tool_choice can only be 'auto' or 'none' with this model: its calls are not JSON")
+        rules = [f"tool_{i}: %json {json.dumps(self._schema(name, tools[name]))}" for i, name in enumerate(tools)]
+        call = "(" + " | ".join(f"tool_{i}" for i in range(len(tools))) + ")"
+        if self.is_array:
+            body = f'"[" {call}' + (f' ("," {call})*' if several else "") + ' "]"'
+            return "\n".join([f"calls: {_marker(self.open, token_of)} {body}", *rules])
+        if self.open:
+            call = f'{_marker(self.open, token_of)} "\\n" {call} "\\n" {_marker(self.close, token_of)}'
+        more = f' ("\\n" {call})*' if several and self.open else ""
+        return "\n".join([f"calls: {call}{more}", *rules])
+
+    def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, self.arguments_name: parameters or {"type": "object"}},
+            "required": ["name", self.arguments_name],
+            "additionalProperties": False,
+            **JSON_FORM,
+        }
+
+
+def _marker(text: str, token_of: Callable[[str], int | None]) -> str:
+    """A marker that is one token must be matched as that: llguidance does not take it for its characters."""
+    token = token_of(text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+# ── parsing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parse_object(value: Any, tools: Tools) -> Call:
+    if not isinstance(value, dict) or value.get("name") not in tools:
+        raise ValueError("it names no tool")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        raise ValueError("its arguments are no object")
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def parse_tagged(text: str, tools: Tools) -> list[Call]:
+    """One call: a JSON object, or a function with its parameters as elements."""
+    if (found := _FUNCTION.fullmatch(text.strip())) is None:
+        return [_parse_object(json.loads(text), tools)]
+    name = found[1].strip()
+    if name not in tools:
+        raise ValueError("it names no tool")
+    types = tools[name].get("properties", {})
+    arguments = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(found[2])}
+    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _typed(text: str, schema: object) -> Any:
+    """A parameter written as text, in the type its schema has."""
+    if isinstance(schema, dict) and schema.get("type", "string") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def parse_array(text: str, tools: Tools) -> list[Call]:
+    values = json.loads(text)
+    if not isinstance(values, list) or not values:
+        raise ValueError("it is no array of calls")
+    return [_parse_object(value, tools) for value in values]
+
+
+def parse_bare(text: str, tools: Tools) -> list[Call]:
+    """One JSON object, or several with semicolons between them."""
+    decoder, calls, text = json.JSONDecoder(), [], text.removeprefix("<|python_tag|>").strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        calls.append(_parse_object(value, tools))
+        text = text[end:].lstrip("; \n")
+    return calls
+
+
+def syntax_of(template: ChatTemplate) -> ToolSyntax | None:
+    """How the model of this template writes calls; None where it is not known."""
+    source = template.source
+    if not template.reads("tools"):
+        return None
+    if "<tool_call>" in source and "<arg_key>" not in source:
+        return ToolSyntax("<tool_call>", "</tool_call>", parse_tagged, is_json="<function=" not in source)
+    if "[TOOL_CALLS]" in source and "[ARGS]" not in source:
+        return ToolSyntax("[TOOL_CALLS]", "", parse_array, is_array=True)
+    if '"parameters": ' in source and "ipython" in source:
+        return ToolSyntax("", "", parse_bare, arguments_name="parameters")
+    return None
+
+
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the parameters of tools as clients send them."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

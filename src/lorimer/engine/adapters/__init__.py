@@ -1,0 +1,1 @@
+"""LoRA adapters: which weights they change, their state, and their formats on disk."""

@@ -1,0 +1,126 @@
+"""What the engine keeps for one run, and the frozen copy of it that samplers read.
+
+An `Adapter` owns its weights, the gradient accumulated since the last step, its optimiser's state and its step
+counter, all float32 on one device. How the pairs act on a model, how a step changes them and how they are stored
+is left to others.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.lora import ALPHA, LoraTarget, init_adapter
+from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.errors import CheckpointError
+
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""A and B, or something of their shapes, by target name."""
+
+
+def flatten(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """All tensors of ``pairs`` in order, A before B."""
+    return [tensor for pair in pairs.values() for tensor in pair]
+
+
+def are_finite(tensors: list[Tensor]) -> bool:
+    """Whether no number of ``tensors`` is NaN or infinite."""
+    # A norm is several times faster than looking at every number; that of large but finite ones may overflow.
+    if bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all()):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class FrozenAdapter:
+    """Weights that never change again; sampling reads them while training goes on with its own."""
+
+    weights: Pairs
+    rank: int
+    scale: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return _bytes(flatten(self.weights))
+
+
+@dataclass
+class Adapter:
+    """One run being trained."""
+
+    config: LoraConfig
+    optimizer: OptimizerConfig
+    weights: Pairs
+    grads: Pairs | None = None
+    """Sum of the gradients added since the last step; ``None`` when there was none."""
+    moments: dict[str, Pairs] = field(default_factory=dict)
+    """The optimiser's tensors by its own names; empty before the first step."""
+    step: int = 0
+    """Steps applied; a skipped step does not count."""
+
+    @property
+    def rank(self) -> int:
+        return self.config.rank
+
+    @property
+    def scale(self) -> float:
+        return ALPHA / self.config.rank
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.weights.values()))[0].device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in flatten(self.weights))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held at present: weights, accumulated gradient and optimiser state."""
+        return _bytes(tensor for pairs in self._all_pairs() for tensor in flatten(pairs))
+
+    def add_gradient(self, grads: Pairs) -> None:
+        """Accumulate ``grads``, which cover every target of ``weights``; the first ones are kept, not copied."""
+        assert grads.keys() == self.weights.keys(), "a gradient covers exactly the trained targets"
+        if self.grads is None:
+            self.grads = {name: grads[name] for name in self.weights}
+        else:
+            torch._foreach_add_(flatten(self.grads), [tensor for name in self.grads for tensor in grads[name]])
+
+    def clear_gradient(self) -> None:
+        self.grads = None
+
+    def check_finite(self, verb: str) -> None:
+        """Refuse weights or moments that are not finite; the gradient may be, and then its step is skipped."""
+        for what, pairs in {"weights": self.weights, **self.moments}.items():
+            if not are_finite(flatten(pairs)):
+                raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
+
+    def _all_pairs(self) -> Iterator[Pairs]:
+        yield self.weights
+        if self.grads is not None:
+            yield self.grads
+        yield from self.moments.values()
+
+
+def create_adapter(
+    targets: Iterable[LoraTarget],
+    config: LoraConfig,
+    optimizer: OptimizerConfig,
+    device: torch.device | str = "cpu",
+) -> Adapter:
+    """A fresh run. The same seed gives the same weights on every device."""
+    pairs = init_adapter(targets, config)
+    return Adapter(config, optimizer, {name: (a.to(device), b.to(device)) for name, (a, b) in pairs.items()})
+
+
+def snapshot(adapter: Adapter) -> FrozenAdapter:
+    """A copy of the present weights."""
+    adapter.check_finite("published")
+    weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
+    return FrozenAdapter(weights, adapter.rank, adapter.scale)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

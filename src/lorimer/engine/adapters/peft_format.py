@@ -1,0 +1,290 @@
+"""The form in which PEFT stores an adapter: names and shapes of its tensors, and its configuration.
+
+PEFT has one pair for each stored weight. Parts of a fused weight are stacked into one pair of ``k * rank`` whose B
+is block-diagonal, and ``alpha`` grows with it so that the scale stays. Experts become ``target_parameters``, with
+their shared factor repeated for each expert. Reading undoes both, and also takes a plain pair over a fused weight.
+The merge tool of Tinker's cookbook reads the same names, save for experts and for a head tied to the embedding, where
+it wants names that PEFT does not know. Files are left to `checkpoints`.
+
+Shape letters: R rank of the stored pair, I input features, O output features, E experts.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.adapters.lora import ALPHA, MAX_RANK, LoraTarget, group_of, is_trained
+from lorimer.engine.messages import LoraConfig
+from lorimer.errors import CheckpointError
+
+_PREFIX = "base_model.model."
+_PATTERN = re.compile(r"[\w\\.^$-]*(\*[\w\\.^$-]*){0,2}")
+"""What ``rank_pattern`` may hold here: a wilder expression from a stranger could run for years."""
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base model's weights alone."""
+
+_HARMLESS = frozenset(
+    """
+    alpha_pattern auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
+    init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version
+    qalora_group_size r rank_pattern revision runtime_config target_modules target_parameters task_type use_rslora
+    """.split()
+)
+"""Fields that are read here, or that say nothing about what the tensors mean."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One frozen weight that has a pair of its own in PEFT."""
+
+    key: str
+    """Where PEFT's pair hangs."""
+    path: str
+    """The module, or the parameter for stacked experts; ``rank_pattern`` and ``target_*`` speak of this."""
+    parts: list[LoraTarget]
+
+    @property
+    def num_experts(self) -> int:
+        return self.parts[0].num_experts
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+
+def _weights(targets: Iterable[LoraTarget], config: LoraConfig) -> list[_Weight]:
+    by_module: dict[str, list[LoraTarget]] = defaultdict(list)
+    for target in targets:
+        if is_trained(target, config):
+            by_module[target.module].append(target)
+    weights = []
+    for module, parts in by_module.items():
+        if not parts[0].num_experts:
+            weights.append(_Weight(module, module, parts))
+            continue
+        # PEFT nests one wrapper for each parameter of a module, the first parameter innermost.
+        *up, down = parts
+        name = "gate_up_proj" if len(up) == 2 else "up_proj"
+        weights.append(_Weight(f"{module}.base_layer", f"{module}.{name}", up))
+        weights.append(_Weight(module, f"{module}.down_proj", [down]))
+    return weights
+
+
+def to_peft(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], targets: Iterable[LoraTarget], config: LoraConfig, base_model: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of ``adapter_model.safetensors`` and content of ``adapter_config.json``."""
+    targets = list(targets)
+    weights = _weights(targets, config)
+    tensors = {}
+    for weight in weights:
+        a, b = _fuse(weight, pairs, config.rank)
+        tensors[f"{_PREFIX}{weight.key}.lora_A.weight"] = a
+        tensors[f"{_PREFIX}{weight.key}.lora_B.weight"] = b
+    modules, parameters = _target_names(weights, targets, config)
+    factors = _factors(weights)
+    return tensors, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "target_modules": modules,
+        "target_parameters": parameters or None,
+        "rank_pattern": {pattern: config.rank * factor for pattern, factor in factors.items()},
+        "alpha_pattern": {pattern: ALPHA * factor for pattern, factor in factors.items()},
+    }
+
+
+def _fuse(weight: _Weight, pairs: Mapping[str, tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tensor]:
+    a, b = pairs[weight.parts[0].name]
+    if len(weight.parts) > 1 or weight.num_experts:
+        lead = (weight.num_experts or 1,)
+        stacked = [pairs[part.name][0].expand(*lead, -1, -1) for part in weight.parts]
+        a = torch.cat(stacked, dim=1).flatten(0, 1)
+        b = torch.zeros(*lead, weight.out_features, rank * len(weight.parts), dtype=b.dtype, device=b.device)
+        for index, part in enumerate(weight.parts):
+            b[:, part.rows, index * rank : (index + 1) * rank] = pairs[part.name][1]
+        # PEFT lays B out as (O, R, E) and A as (E, R, I), each flattened to a matrix.
+        b = b.permute(1, 2, 0).flatten(1)
+    return a.contiguous(), b.contiguous()
+
+
+def _target_names(weights: list[_Weight], targets: list[LoraTarget], config: LoraConfig) -> tuple[list[str], list[str]]:
+    """``target_modules`` and ``target_parameters``: last words of paths, or whole paths where those mean more."""
+    untrained = {_last(target.module) for target in targets if not is_trained(target, config)}
+    # Beside a language model stands a vision tower, whose layers end in the same words.
+    is_part = any("language_model" in target.module.split(".") for target in targets)
+    has_experts = any(weight.num_experts for weight in weights)
+    modules, parameters = set(), set()
+    for weight in weights:
+        if weight.num_experts:
+            parameters.add(_last(weight.path, 2))
+        elif has_experts and weight.parts[0].group == "mlp":
+            # PEFT takes 'gate_proj' and the like of a model with experts to mean the experts.
+            parameters.add(f"{weight.path}.weight")
+        else:
+            modules.add(weight.path if is_part or _last(weight.path) in untrained else _last(weight.path))
+    return sorted(modules), sorted(parameters)
+
+
+def _factors(weights: list[_Weight]) -> dict[str, int]:
+    """For each fused weight how many parts it has, by a pattern PEFT finds it with."""
+    counts: dict[str, set[int]] = defaultdict(set)
+    for weight in weights:
+        counts[_last(weight.path)].add(len(weight.parts))
+    return {
+        _last(weight.path) if len(counts[_last(weight.path)]) == 1 else re.escape(weight.path): len(weight.parts)
+        for weight in weights
+        if len(weight.parts) > 1
+    }
+
+
+def _last(path: str, words: int = 1) -> str:
+    return ".".join(path.split(".")[-words:])
+
+
+def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraConfig:
+    """Rank and trained groups of a PEFT adapter, from the names of its tensors and its configuration."""
+    _check_settings(settings)
+    groups = {group_of(path) or "unembed" for path in _paths(names)}
+    return LoraConfig(
+        rank=settings["r"],
+        train_attn="attn" in groups,
+        train_mlp="mlp" in groups,
+        train_unembed="unembed" in groups,
+    )
+
+
+def from_peft(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], targets: Iterable[LoraTarget], config: LoraConfig
+) -> Pairs:
+    """Float32 pairs for the trained targets; refuses what cannot be expressed exactly as such pairs."""
+    _check_settings(settings)
+    if settings["r"] != config.rank:
+        raise CheckpointError(f"the saved adapter has rank {settings['r']}, the run has rank {config.rank}")
+    weights = _weights(targets, config)
+    saved, wanted = _paths(tensors), {weight.key for weight in weights}
+    if saved != wanted:
+        raise CheckpointError(
+            "the saved adapter and the run train different modules;"
+            f" only the saved one: {_some(saved - wanted)}; only the run: {_some(wanted - saved)}"
+        )
+    pairs: Pairs = {}
+    for weight in weights:
+        a, b = (_tensor(tensors, f"{_PREFIX}{weight.key}.lora_{factor}.weight") for factor in "AB")
+        a, b = _check_shapes(weight, a, b)
+        b = b * _relative_scale(weight, a.shape[-2], settings, config)
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise CheckpointError(f"the saved factors of {weight.path!r} hold numbers that are not finite")
+        for index, part in enumerate(weight.parts):
+            pairs[part.name] = _part(weight, part, index, a, b, config.rank)
+    return pairs
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    if settings.get("peft_type") != "LORA":
+        raise CheckpointError(f"the saved adapter is of type {settings.get('peft_type')!r}, only 'LORA' can be loaded")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK or not isinstance(alpha, int | float):
+        raise CheckpointError(f"r={rank!r}, lora_alpha={alpha!r}: r must be from 1 to {MAX_RANK}, lora_alpha a number")
+    if settings.get("init_lora_weights", True) not in _INITS:
+        raise CheckpointError(
+            f"init_lora_weights={settings['init_lora_weights']!r} changes the base model, so it cannot be loaded"
+        )
+    for name, value in settings.items():
+        if value and name not in _HARMLESS and not (name == "bias" and value == "none"):
+            raise CheckpointError(f"the saved adapter uses {name}={value!r}, which Lorimer does not have")
+
+
+def _paths(names: Iterable[str]) -> set[str]:
+    paths = set()
+    for name in names:
+        if (match := _KEY.fullmatch(name)) is None:
+            raise CheckpointError(f"the saved adapter holds {name!r}, which is not a LoRA factor of a linear weight")
+        paths.add(match[1])
+    return paths
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:4]
+    more = len(names) - len(shown)
+    return (", ".join(map(repr, shown)) or "none") + (f" and {more} more" if more else "")
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise CheckpointError(f"the saved adapter lacks {name!r}")
+    if not tensors[name].is_floating_point():
+        raise CheckpointError(f"{name!r} holds {tensors[name].dtype}, not floating-point numbers")
+    return tensors[name].to(torch.float32)
+
+
+def _check_shapes(weight: _Weight, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors as ``(R, I)`` and ``(O, R)``, or with E in front."""
+    experts, rows = weight.num_experts or 1, weight.out_features
+    width = a.shape[0]
+    if a.shape != (width, weight.parts[0].in_features) or b.shape != (rows, width) or width % experts:
+        raise CheckpointError(
+            f"shapes of {weight.path!r}: the saved factors are {tuple(a.shape)} and {tuple(b.shape)},"
+            f" the run's weight needs ({experts} * rank, {weight.parts[0].in_features}) and ({rows}, {experts} * rank)"
+        )
+    if not weight.num_experts:
+        return a, b
+    return a.reshape(experts, -1, a.shape[1]), b.reshape(rows, -1, experts).permute(2, 0, 1)
+
+
+def _relative_scale(weight: _Weight, rank: int, settings: Mapping[str, Any], config: LoraConfig) -> float:
+    stated, alpha = (_lookup(settings, field, weight.path) for field in ("r", "lora_alpha"))
+    if stated != rank:
+        raise CheckpointError(f"adapter_config.json gives {weight.path!r} rank {stated}, its tensors have rank {rank}")
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return scale / (ALPHA / config.rank)
+
+
+def _lookup(settings: Mapping[str, Any], field: str, path: str) -> float:
+    """Rank or alpha of one weight; a pattern goes before the general value, and the first that matches wins."""
+    table = "rank_pattern" if field == "r" else "alpha_pattern"
+    value = settings[field]
+    for pattern, own in (settings.get(table) or {}).items():
+        if not _PATTERN.fullmatch(pattern) or not isinstance(own, int | float):
+            raise CheckpointError(f"{table} has {pattern!r}: {own!r}; only names with at most two '*' can be read")
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            value = own
+            break
+    assert isinstance(value, int | float)
+    return value
+
+
+def _part(weight: _Weight, part: LoraTarget, index: int, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    own = slice(index * rank, (index + 1) * rank)
+    b = b[..., part.rows, :]
+    if a.shape[-2] == len(weight.parts) * rank and torch.count_nonzero(b) == torch.count_nonzero(b[..., own]):
+        a, b = a[..., own, :], b[..., own]
+    elif a.shape[-2] != rank:
+        raise CheckpointError(f"{weight.path!r} is saved with rank {a.shape[-2]}, the run has rank {rank}")
+    if part.shared:
+        shared = a if part.shared == "A" else b
+        if not torch.equal(shared, shared[:1].expand_as(shared)):
+            raise CheckpointError(
+                f"each expert of {weight.path!r} has its own lora_{part.shared}; here the experts of a layer share it"
+            )
+        a, b = (a[0], b) if part.shared == "A" else (a, b[0])
+    return a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""The frozen base model, its layers, and the device that runs it."""

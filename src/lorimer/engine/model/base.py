@@ -1,0 +1,356 @@
+"""A frozen base model, opened from a directory and made ready for packed passes with adapters.
+
+transformers provides the architecture and the weights. Here its attention and experts functions are replaced by
+ours through its own interfaces, its linear layers by frozen ones that carry adapters, and the result is compared
+with the untouched model on two short sequences: a model that does not come out the same is refused, with the
+reason. Losses, sampling and the choice of batches are left to others.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from lorimer.engine.adapters.lora import LoraTarget, find_targets
+from lorimer.engine.model.attention import group_sequences, packed_attention
+from lorimer.engine.model.device import Device
+from lorimer.engine.model.experts import packed_experts
+from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
+from lorimer.engine.model.mlp import replace_gated_mlps
+from lorimer.engine.model.norms import replace_norms
+from lorimer.engine.model.stepping import LayerStep
+from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
+from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
+from lorimer.engine.training.batch import Pass, PassSlot
+from lorimer.errors import InvalidInput, ModelRefused
+
+IMPLEMENTATION = "lorimer"
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model does to its logits after the head: a factor, then a soft cap."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        if self.factor != 1.0:
+            logits.mul_(self.factor)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def backpropagate_(self, d_logits: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient of the mapped ``logits`` into that of the raw ones."""
+        if self.softcap is not None:
+            d_logits.mul_(1 - (logits / self.softcap).square_())
+        if self.factor != 1.0:
+            d_logits.mul_(self.factor)
+        return d_logits
+
+
+class BaseModel:
+    """The shared base; adapters come with each pass."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: Device,
+        name: str = "",
+        directory: str = "",
+        vision: Vision | str = TEXT_ONLY,
+    ) -> None:
+        """``vision`` reads images, or is the reason why nothing does."""
+        self.name, self.directory, self.device = name, directory, device
+        self._vision = vision
+        self.config = model.config.get_text_config()
+        self.max_context = longest_context(self.config)
+        self.vocab_size: int = self.config.vocab_size
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.architecture = type(model).__name__
+        refuse_unpackable(self.config)
+        model.requires_grad_(False).eval().to(device.torch)
+        self.targets: list[LoraTarget] = find_targets(model)
+        self.slot = PassSlot()
+        probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
+        with torch.no_grad():
+            reference = _reference_logits(model, probe, device.torch)
+            seen = None if isinstance(vision, str) else vision.probe()
+            self._inject(model)
+            self.logit_map = LogitMap()
+            try:
+                self._check(probe, reference)
+                if seen is not None:
+                    self._check_images(*seen)
+            except (AttributeError, RuntimeError, TypeError) as error:
+                # Models that compute their attention themselves stumble over the mask they are not given.
+                raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
+            self._probe_steps(probe[0].to(device.torch))
+
+    def _inject(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        packed_rows = fastest_packed_rows(head.weight[:2048])
+        self.head = FrozenMatrix(head.weight, head.bias, packed_rows)
+        self.head_target = self.targets[-1]
+        by_module: dict[str, list[LoraTarget]] = {}
+        for target in self.targets[:-1]:
+            by_module.setdefault(target.module, []).append(target)
+        # Of a model that reads images, what lies beside the language model stays as it is.
+        part = model if isinstance(self._vision, str) else model.get_decoder()
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and module is not head and name in by_module:
+                parent, _, leaf = name.rpartition(".")
+                setattr(
+                    model.get_submodule(parent),
+                    leaf,
+                    FrozenLinear(module, by_module[name], self.slot, packed_rows),
+                )
+            elif name in by_module:
+                module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
+                module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
+            # Attention and experts functions get their module; this is how they find the pass.
+            module.lorimer_slot = self.slot
+        join_siblings(part, packed_rows)
+        _number_attention_layers(part)
+        replace_norms(part)
+        replace_gated_mlps(part, self.slot)
+        self.steps = []
+        for layer in _decoder_layers(model):
+            step = LayerStep(layer, _checkpointable(layer.forward, self.slot), self.slot)
+            layer.forward = step
+            self.steps.append(step)
+        if part is not model:
+            _use_implementation(model, "sdpa")  # a tower's eager attention takes the square of its patches
+        _use_implementation(part, IMPLEMENTATION)
+        self.decoder = model.get_decoder()
+
+    @property
+    def position_bytes(self) -> int:
+        """Keys and values of one position in all layers."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return int(2 * config.num_hidden_layers * num_kv * head_dim * self.device.dtype.itemsize)
+
+    @property
+    def no_images(self) -> str:
+        """Why the model reads no images; empty if it does."""
+        return self._vision if isinstance(self._vision, str) else ""
+
+    @property
+    def vision(self) -> Vision:
+        if isinstance(self._vision, str):
+            raise InvalidInput(f"{self.name!r} reads no images: {self._vision}")
+        return self._vision
+
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, current: Pass, placements: Sequence[Placement] = ()
+    ) -> Tensor:
+        """Final hidden states ``(T, H)``, ready for the head; positions are counted within each sequence."""
+        if placements:
+            inputs = self.vision.overlay(tokens_T, positions_T, placements)
+        else:
+            inputs = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+        self.slot.current = current
+        try:
+            output = self.decoder(**inputs, use_cache=False)
+        finally:
+            self.slot.current = Pass([])
+        return output.last_hidden_state[0]
+
+    def _check(self, probe: list[Tensor], reference: Tensor) -> None:
+        """Compare a packed and a cached pass with the model's own, and learn what it does to its logits."""
+        lengths, on = [len(p) for p in probe], self.device.torch
+        groups = group_sequences(lengths, [0, lengths[0]], on, most_waste=0)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        hidden = self.hidden(torch.cat(probe).to(on), positions.to(on), Pass([], groups=groups))
+        cached = self.head.multiply(self._hidden_by_cache(probe[0].to(on))).float()
+        raw = self.head.multiply(hidden).float()
+        self.logit_map = _find_logit_map(raw, reference, self.config)
+        pairs = ((raw, reference), (cached, reference[lengths[0] - 1 : lengths[0]]))
+        difference = max(
+            (self.logit_map.apply_(ours).log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+            for ours, theirs in pairs
+        )
+        if not difference <= _TOLERANCE[self.device.dtype]:
+            raise ModelRefused(
+                f"{self.architecture} cannot be packed: sequences computed together differ from each computed"
+                f" alone by {difference:.3g} in log probability. It uses something besides causal attention over"
+                " positions (a recurrent state, a mask or an attention function of its own)."
+            )
+
+    def _check_images(self, images: SequenceImages, reference: Tensor) -> None:
+        """Compare a sequence with an image with what the model's own forward made of it."""
+        tokens = torch.from_numpy(images.tokens).to(self.device.torch)
+        groups = group_sequences([len(tokens)], [0])
+        positions = torch.arange(len(tokens), device=tokens.device)
+        hidden = self.hidden(tokens, positions, Pass([], groups=groups), [Placement(images, 0, 0, len(tokens))])
+        logits = self.logit_map.apply_(self.head.multiply(hidden).float())
+        difference = (logits.log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+        if not difference <= _TOLERANCE[self.device.dtype]:
+            raise ModelRefused(
+                f"{self.architecture} cannot be served: a sequence with an image differs from the model's own forward"
+                f" by {difference:.3g} in log probability"
+            )
+
+    def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
+        """Hidden state of the last token, the others coming from a key/value cache."""
+        positions = torch.tensor([len(tokens) - 1], device=tokens.device)
+        return self._decode(tokens[:-1], tokens[-1:], positions)
+
+    def _probe_steps(self, tokens: Tensor) -> None:
+        """Find the layers whose decoding can be shortened: on rows at the next and at far positions."""
+        for step in self.steps:
+            step.probe()
+        positions = [len(tokens) - 3, self.max_context // 2, self.max_context - 1]
+        self._decode(tokens[:-3], tokens[-3:], torch.tensor(positions, device=tokens.device))
+
+    def _decode(self, prompt: Tensor, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Hidden states of tokens that each follow the prompt, whose keys and values come from the cache."""
+        cache, slab = PromptCache(len(prompt)), Slab(1 << 20)
+        prefill = PrefillAttention([PrefillSpan(0, len(prompt), cache)])
+        self.hidden(prompt, torch.arange(len(prompt), device=prompt.device), Pass([], cache=prefill))
+        prefill.finish()
+        if not cache.layers:
+            raise ModelRefused(f"{self.architecture} does not use transformers' attention interface")
+        for _ in tokens_N:
+            slab.add(cache)
+        decode = DecodeAttention(slab, torch.arange(len(tokens_N), device=prompt.device))
+        return self.hidden(tokens_N, positions_N, Pass([], cache=decode))
+
+
+def register_implementations() -> None:
+    """Make our attention and experts functions known to transformers; only models opened here use them."""
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
+
+
+def load_model(directory: Path, device: Device, name: str, max_image_pixels: int = 2**24) -> BaseModel:
+    """Open a Hugging Face directory; nothing is fetched and no code in it is run."""
+    register_implementations()
+    transformers.utils.logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model = model_class(config, name).from_pretrained(
+        directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+    )
+    vision = open_vision(model, directory, device, max_image_pixels)
+    return BaseModel(model, device, name, str(directory), vision)
+
+
+def load_tokenizer(directory: Path | str) -> Any:
+    """The model's tokenizer, or ``None`` where the directory has none."""
+    directory = Path(directory)
+    if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
+        return None
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a sequence: of the generation configuration, the model's and the tokenizer's."""
+    ids: set[int] = set()
+    generation = directory / "generation_config.json"
+    found = [json.loads(generation.read_text()).get("eos_token_id")] if generation.exists() else []
+    found += [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    for value in found:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(ids)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Packed attention knows the sequences; transformers need not build a mask."""
+
+
+def _use_implementation(model: nn.Module, name: str) -> None:
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config._attn_implementation_internal = name
+        config._experts_implementation_internal = name
+
+
+def _reference_logits(model: PreTrainedModel, probe: list[Tensor], device: torch.device) -> Tensor:
+    """Logits of each sequence alone, by the model's own eager attention."""
+    _use_implementation(model, "eager")
+    outputs = [model(input_ids=p[None].to(device), use_cache=False).logits[0].float() for p in probe]
+    return torch.cat(outputs)
+
+
+def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        return LogitMap(softcap=float(softcap))
+    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it.
+    factor = ((raw.double() * reference.double()).sum() / raw.double().square().sum()).item()
+    return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
+
+
+def longest_context(config: Any) -> int:
+    """The longest sequence whose positions do not depend on what else is in the batch.
+
+    Long and dynamic rotary scalings switch tables with the longest position of a pass, so those models are served
+    up to the length they were first trained at.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds: list[dict[str, Any]] = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            of_config: int | None = getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, kind.get("original_max_position_embeddings") or of_config or limit)
+    return limit
+
+
+def refuse_unpackable(config: Any) -> None:
+    strange = set(getattr(config, "layer_types", None) or []) - _PACKABLE_LAYERS
+    if strange:
+        raise ModelRefused(
+            f"{config.model_type!r} has layers of type {', '.join(sorted(map(repr, strange)))};"
+            " only full and sliding-window attention can be packed"
+        )
+
+
+def _number_attention_layers(model: nn.Module) -> None:
+    """Give every attention module its place in the key/value cache."""
+    number = 0
+    for module in model.modules():
+        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
+            module.lorimer_layer = number  # type: ignore[assignment]
+            number += 1
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The members of the longest module list of the decoder."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    return max((list(layers) for layers in lists), key=len, default=[])
+
+
+def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[..., Any]:
+    """The layer's forward, recomputed in the backward pass where the pass asks for it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = slot.current
+        if not (current.is_checkpointed and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+
+        def within_pass(*args: Any, **kwargs: Any) -> Any:
+            before, slot.current = slot.current, current
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                slot.current = before
+
+        return torch.utils.checkpoint.checkpoint(within_pass, *args, use_reentrant=False, **kwargs)
+
+    return run

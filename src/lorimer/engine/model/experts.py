@@ -1,0 +1,144 @@
+"""Mixture-of-experts layers with adapters, for every model that uses transformers' experts interface.
+
+``packed_experts`` replaces its forward function: token copies are sorted by expert and adapter, so that frozen
+products run once per expert and low-rank products once per (expert, adapter). The factor that touches the hidden
+size is shared by the experts of a layer, the other is each expert's own (``lora.py``).
+
+Legend: T tokens, S = T * experts per token, E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.training.batch import AdapterSlice
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows ``start:stop`` go to one expert and belong to one adapter, or to none."""
+
+    start: int
+    stop: int
+    expert: int
+    part: AdapterSlice | None
+
+
+def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls as the ``forward`` of an experts module."""
+    current = module.lorimer_slot.current
+    top_k = top_k_index.shape[-1]
+    order_S, runs = _sort(top_k_index, current.slices)
+    if current.count_experts:
+        current.expert_counts[id(module)] = torch.bincount(top_k_index.flatten(), minlength=module.num_experts)
+    x = hidden_TH[order_S // top_k]
+    if module.has_gate:
+        x = module._apply_gate(_linear(x, module, "gate_up_proj", ("gate", "up"), runs))
+    else:
+        x = module.act_fn(_linear(x, module, "up_proj", ("up",), runs))
+    x = _linear(x, module, "down_proj", ("down",), runs)
+    if module.has_post_expert_norm:
+        x = module.post_expert_norm(x)
+    weighted = x * top_k_weights.flatten()[order_S].unsqueeze(-1)
+    back = torch.empty_like(order_S)
+    back[order_S] = torch.arange(len(order_S), device=order_S.device)
+    return weighted[back].view(*top_k_index.shape, -1).sum(1).to(hidden_TH.dtype)
+
+
+def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list[_Run]]:
+    """The order of token copies by (expert, adapter), and the runs of equal ones in it."""
+    owner = torch.full(top_k_index.shape[:1], len(slices), device=top_k_index.device)
+    for i, part in enumerate(slices):
+        owner[part.start : part.stop] = i
+    key_S = (top_k_index * (len(slices) + 1) + owner[:, None]).flatten()
+    order_S = torch.argsort(key_S, stable=True)
+    values, counts = torch.unique_consecutive(key_S[order_S], return_counts=True)
+    runs, start = [], 0
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        expert, i = divmod(value, len(slices) + 1)
+        runs.append(_Run(start, start + count, expert, slices[i] if i < len(slices) else None))
+        start += count
+    return order_S, runs
+
+
+def _linear(x: Tensor, module: Any, name: str, parts: tuple[str, ...], runs: list[_Run]) -> Tensor:
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    # (E, out, in) whatever way the model keeps it.
+    weight = weight.detach().transpose(1, 2) if module.is_transposed else weight.detach()
+    targets = [module.lorimer_targets[part] for part in parts]
+    return _ExpertLinear.apply(x, module.lorimer_anchor, weight, bias, targets, runs)
+
+
+def _factor(tensor: Tensor, expert: int) -> Tensor:
+    """An expert's own factor, or the shared one."""
+    return tensor[expert] if tensor.dim() == 3 else tensor
+
+
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: list[LoraTarget],
+        runs: list[_Run],
+    ) -> Tensor:
+        y = x.new_empty(len(x), weight.shape[1])
+        ctx.inner = []
+        for run in runs:
+            rows = x[run.start : run.stop]
+            out = torch.mm(rows, weight[run.expert].t(), out=y[run.start : run.stop])
+            if bias is not None:
+                out += bias[run.expert]
+            for target in targets:
+                if run.part is not None and target.name in run.part.weights:
+                    a, b = (_factor(f, run.expert).to(x.dtype) for f in run.part.weights[target.name])
+                    inner = rows @ a.t()
+                    # A stepped slice cannot be the target of a matrix product, so the product is added.
+                    out[:, target.rows] += (inner @ b.t()).mul_(run.part.scale)
+                    ctx.inner.append((run, target, inner))
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.runs = weight, runs
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        d_y, d_x = grads[0], torch.empty_like(x)
+        for run in ctx.runs:
+            torch.mm(d_y[run.start : run.stop], ctx.weight[run.expert], out=d_x[run.start : run.stop])
+        for run, target, inner in ctx.inner:
+            a, b = (_factor(f, run.expert) for f in run.part.weights[target.name])
+            d_rows = d_y[run.start : run.stop, target.rows]
+            d_inner = (d_rows @ b.to(d_y.dtype)).mul_(run.part.scale)
+            d_x[run.start : run.stop].addmm_(d_inner, a.to(d_y.dtype))
+            if run.part.grads is not None:
+                d_a, d_b = (_factor(g, run.expert) for g in run.part.grads[target.name])
+                d_a.addmm_(d_inner.float().t(), x[run.start : run.stop].float())
+                d_b.addmm_(d_rows.float().t(), inner.float(), alpha=run.part.scale)
+        return d_x, None, None, None, None, None
+
+
+def balance_metrics(counts: list[Tensor]) -> dict[str, float]:
+    """How evenly a pass used the experts of its layers, under the names Tinker documents.
+
+    With u a layer's tokens per expert over their mean: the share of experts with tokens, the share above the mean,
+    the largest u - 1 (mean and maximum over layers) and the smallest u - 1.
+    """
+    if not counts:
+        return {}
+    share_LE = torch.stack(counts).double()
+    share_LE = share_LE / share_LE.mean(1, keepdim=True).clamp_min(1e-9)
+    highest, lowest = share_LE.amax(1) - 1, share_LE.amin(1) - 1
+    return {
+        "e_frac_with_tokens:mean": (share_LE > 0).double().mean().item(),
+        "e_frac_oversubscribed:mean": (share_LE > 1).double().mean().item(),
+        "e_max_violation:mean": highest.mean().item(),
+        "e_max_violation:max": highest.max().item(),
+        "e_min_violation:mean": lowest.mean().item(),
+    }

@@ -1,0 +1,218 @@
+"""Frozen linear layers with the low-rank pairs of many adapters on top.
+
+The base weight never gets a gradient. Each adapter of the pass owns a slice of the token axis; its products are
+plain matrix products on that slice, and its gradients are added, in float32, straight to the buffers the pass
+brings along, so autograd only carries the activations. Experts are in ``experts.py``, the output head in ``head.py``.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.training.batch import AdapterSlice, PassSlot
+
+
+class FrozenMatrix:
+    """A frozen weight ``(O, I)``, kept a second time in the layout the CPU likes best for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, most_packed_rows: int, is_kept: bool = True) -> None:
+        """Without ``is_kept`` only the packed layout stays, and at most ``most_packed_rows`` rows are accepted."""
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._most_packed_rows = most_packed_rows
+        self._packed = pack(self.weight) if most_packed_rows else None
+        if not is_kept:
+            self.weight = self.weight[:0]
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
+    def unpack(self) -> None:
+        """Give the second copy up, unless it serves any number of rows."""
+        if self._most_packed_rows < ANY_ROWS:
+            self._packed = None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` for ``x (rows, I)``."""
+        if self._packed is not None and len(x) <= self._most_packed_rows:
+            return multiply_packed(x, self._packed, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def multiply_transposed(self, d_y: Tensor) -> Tensor:
+        return d_y @ self.weight
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight laid out once for oneDNN, which would otherwise do it on each call."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
+
+
+ANY_ROWS = 1 << 30
+FEW_ROWS = 64
+"""So many sequences may decode together before the time to lay out a weight stops to matter."""
+
+
+def fastest_packed_rows(weight: Tensor) -> int:
+    """Up to how many rows to use the packed layout: few, or any where it wins with many too; 0 without oneDNN."""
+    if weight.device.type != "cpu":
+        return 0
+    try:
+        packed = FrozenMatrix(weight, None, ANY_ROWS)
+    except (RuntimeError, AttributeError):  # a build of torch without oneDNN
+        return 0
+    x = torch.ones(1024, weight.shape[1], dtype=weight.dtype)
+    return ANY_ROWS if _fastest(packed, x) < 0.95 * _fastest(FrozenMatrix(weight, None, 0), x) else FEW_ROWS
+
+
+def _fastest(matrix: FrozenMatrix, x: Tensor) -> float:
+    """Best of some timings, in seconds: the others were disturbed."""
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        matrix.multiply(x)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class FrozenLinear(nn.Module):
+    """Stands where the model had an ``nn.Linear``."""
+
+    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, most_packed_rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.matrix = FrozenMatrix(linear.weight, linear.bias, most_packed_rows)
+        self.targets = targets
+        self.slot = slot
+        self.siblings: Siblings | None = None
+        # Makes autograd record the layer even where its input has no gradient (the first layer).
+        self._anchor = torch.empty(0, device=linear.weight.device, requires_grad=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models ask their layers for dtype or device."""
+        return self.matrix.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        slices = self.slot.current.slices
+        if torch.is_grad_enabled() and slices:
+            y = _LoraLinear.apply(rows, self._anchor, self, slices)
+        elif self.siblings is not None and len(rows) <= self.siblings.most_rows:
+            y = self.siblings.multiply(self, x, rows, slices)
+        else:
+            y, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class Siblings:
+    """Layers of one parent that are given the same input: with few rows they are computed in one product.
+
+    The first that is called with an input computes all and leaves the rest for the others.
+    """
+
+    def __init__(self, layers: list[FrozenLinear], most_rows: int) -> None:
+        weight = torch.cat([layer.matrix.weight for layer in layers])
+        biases = [layer.matrix.bias for layer in layers]
+        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
+        self.layers, self.most_rows = layers, most_rows
+        self.matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
+        self._ranges: dict[int, slice] = {}
+        self.targets: list[LoraTarget] = []
+        start = 0
+        for layer in layers:
+            self._ranges[id(layer)] = slice(start, start + layer.out_features)
+            self.targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
+            start += layer.out_features
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+        self._left: set[int] = set()
+
+    def multiply(self, layer: FrozenLinear, x: Tensor, rows: Tensor, slices: list[AdapterSlice]) -> Tensor:
+        if self._input is not x or id(layer) not in self._left or self._output is None:
+            self._output, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
+            self._input, self._left = x, set(self._ranges)
+        self._left.discard(id(layer))
+        y = self._output[:, self._ranges[id(layer)]]
+        if not self._left:
+            self._input = self._output = None
+        return y
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def join_siblings(model: nn.Module, most_rows: int) -> None:
+    """Find layers that transformers' models always call with one input, and let them be computed together."""
+    for parent in model.modules():
+        for names in SIBLINGS:
+            layers = [getattr(parent, name, None) for name in names]
+            joined = [layer for layer in layers if isinstance(layer, FrozenLinear)]
+            are_alike = len({(layer.in_features, layer.matrix.bias is None) for layer in joined}) == 1
+            if most_rows and len(joined) == len(names) and are_alike:
+                siblings = Siblings(joined, min(most_rows, FEW_ROWS))
+                for layer in joined:
+                    layer.siblings = siblings
+                    layer.matrix.unpack()
+
+
+Products = list[tuple[AdapterSlice, LoraTarget, Tensor]]
+
+
+def multiply_with_adapters(
+    x: Tensor, matrix: FrozenMatrix, targets: list[LoraTarget], slices: list[AdapterSlice]
+) -> tuple[Tensor, Products]:
+    """The layer's output, and the inner products ``A @ x`` that its backward pass needs."""
+    if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
+        return multiply_packed(x, merged, matrix.bias), []
+    y, products = matrix.multiply(x), []
+    for part in slices:
+        for target in targets:
+            pair = part.weights.get(target.name)
+            if pair is not None:
+                a, b = (factor.to(x.dtype) for factor in pair)
+                inner = x[part.start : part.stop] @ a.t()
+                y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
+                products.append((part, target, inner))
+    return y, products
+
+
+def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None) -> None:
+    """Add the adapters' part to ``d_x`` and their own gradients to the buffers of their slices."""
+    for part, target, inner in products:
+        a, b = part.weights[target.name]
+        x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
+        d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
+        if part.grads is not None:
+            d_a, d_b = part.grads[target.name]
+            d_a.addmm_(d_inner.float().t(), x_part.float())
+            d_b.addmm_(d_y_part.float().t(), inner.float(), alpha=part.scale)
+        if d_x is not None:
+            d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: FrozenLinear, slices: list[AdapterSlice]) -> Tensor:
+        y, ctx.products = multiply_with_adapters(x, layer.matrix, layer.targets, slices)
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        d_y = grads[0]
+        d_x = ctx.layer.matrix.multiply_transposed(d_y) if ctx.needs_input_grad[0] else None
+        backpropagate(x, d_y, ctx.products, d_x)
+        return d_x, None, None, None

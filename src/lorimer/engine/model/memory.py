@@ -1,0 +1,49 @@
+"""How much fits: the token budget of a training pass, found by measuring what a short pass keeps for its backward."""
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.adapters import create_adapter
+from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.training.batch import AdapterSlice, Pass
+
+LEAST_BUDGET, MOST_BUDGET = 256, 2048
+"""Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""
+_PROBE_TOKENS = 64
+_PROBE_RANK = 32
+_MOST_AT_ONCE = 4
+
+
+def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
+    """Most tokens of a pass whose activations stay within ``memory_bytes``."""
+    budget = int(memory_bytes / activation_bytes_per_token(model))
+    return max(LEAST_BUDGET, min(MOST_BUDGET, budget))
+
+
+def activation_bytes_per_token(model: BaseModel) -> float:
+    """Bytes that one token of a pass with a rank-32 adapter keeps until the backward pass, and those it adds there.
+
+    The backward pass takes as much again in gradients, and for a moment some tensors of a layer's largest size.
+    """
+    adapter = create_adapter(model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.torch)
+    frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in frozen:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device.torch) % model.vocab_size
+    current = Pass(
+        [AdapterSlice(0, _PROBE_TOKENS, adapter.weights, adapter.scale)],
+        groups=group_sequences([_PROBE_TOKENS], [0]),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = model.hidden(tokens, torch.arange(_PROBE_TOKENS, device=tokens.device), current)
+    inner = 4 * _PROBE_RANK * len(model.targets)
+    del hidden
+    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _MOST_AT_ONCE * max(kept.values()) / _PROBE_TOKENS

@@ -1,0 +1,171 @@
+"""A decoder layer's forward for decoding, without the Python of its modules.
+
+Decoding computes few tokens at a time, so the calls around a layer's products take as long as the products. Most
+decoder layers are one of two arrangements of norms, attention and MLP; ``LayerStep`` computes both with as few calls
+as possible. A layer is stepped this way only where that gave the layer's own result on a probe, rows at near and far
+positions among it; any other layer simply keeps its forward.
+
+Legend: N rows, one token of a sequence each; H query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.sampling.kv_cache import DecodeAttention
+from lorimer.engine.training.batch import AdapterSlice, PassSlot
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class LayerStep:
+    """Stands where the layer had its ``forward``."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any], slot: PassSlot) -> None:
+        self._layer, self._forward, self._slot = layer, forward, slot
+        self._is_probed = False
+        self._parts: _Parts | None = None
+
+    @property
+    def is_used(self) -> bool:
+        return self._parts is not None and not self._is_probed
+
+    def probe(self) -> None:
+        """Let the next decoding pass, which must be a good probe, decide whether the layer can be stepped."""
+        self._parts = _Parts.of(self._layer)
+        self._is_probed = self._parts is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = self._slot.current.cache
+        parts = self._parts
+        if parts is None or not isinstance(cache, DecodeAttention) or len(args) != 1:
+            return self._forward(*args, **kwargs)
+        if self._is_probed:
+            return self._compare(parts, cache, args[0], kwargs)
+        return parts.step(args[0][0], kwargs["position_embeddings"], cache, self._slot.current.slices).unsqueeze(0)
+
+    def _compare(self, parts: "_Parts", cache: DecodeAttention, x: Tensor, kwargs: dict[str, Any]) -> Any:
+        self._is_probed, self._parts = False, None
+        theirs = self._forward(x, **kwargs)
+        try:
+            ours = parts.step(x[0], kwargs["position_embeddings"], cache, []).unsqueeze(0)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return theirs
+        if isinstance(theirs, Tensor) and theirs.shape == ours.shape:
+            # What the layer adds is compared: beside the residual it would not be seen.
+            rounding = 4 * torch.finfo(x.dtype).eps * theirs.abs().max()
+            allowed = _TOLERANCE[x.dtype] * (theirs - x).abs().max() + rounding
+            if bool((ours - theirs).abs().max() <= allowed):
+                self._parts = parts
+        return theirs
+
+
+class _Product:
+    """Layers that are given the same input, their outputs side by side."""
+
+    def __init__(self, *layers: FrozenLinear) -> None:
+        self._layers, self._siblings = layers, layers[0].siblings
+
+    def __call__(self, x: Tensor, slices: list[AdapterSlice]) -> Tensor:
+        if self._siblings is not None and len(x) <= self._siblings.most_rows:
+            return multiply_with_adapters(x, self._siblings.matrix, self._siblings.targets, slices)[0]
+        outputs = [multiply_with_adapters(x, layer.matrix, layer.targets, slices)[0] for layer in self._layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    @classmethod
+    def of(cls, parent: Any, fused: str, *names: str) -> "_Product":
+        """The layer called ``fused`` if there is one, else those called ``names``."""
+        layers = [getattr(parent, name) for name in ([fused] if hasattr(parent, fused) else names)]
+        if not all(isinstance(layer, FrozenLinear) for layer in layers):
+            raise AttributeError(f"{fused} is not a frozen linear layer")
+        return cls(*layers)
+
+
+class _Parts:
+    """What a layer is made of, looked up once."""
+
+    def __init__(self, layer: Any) -> None:
+        """Raises ``AttributeError`` for a layer that is made of something else."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self._number, self._shape = attention.lorimer_layer, attention.lorimer_shape
+        self._qkv = _Product.of(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
+        self._out = _Product.of(attention, "o_proj")
+        self._head_dim: int = attention.head_dim
+        self._num_heads = attention.o_proj.in_features // self._head_dim
+        self._num_kv = self._num_heads // attention.num_key_value_groups
+        self._q_norm, self._k_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
+        self._norms_heads = self._q_norm is None or len(attention.q_norm.weight) == self._head_dim
+        self._before_attention = _norm(layer, "input_layernorm")
+        if hasattr(layer, "post_feedforward_layernorm"):
+            self._after_attention = _norm(layer, "post_attention_layernorm")
+            self._before_mlp = _norm(layer, "pre_feedforward_layernorm")
+            self._after_mlp = _norm(layer, "post_feedforward_layernorm")
+        else:
+            self._after_attention = self._after_mlp = None
+            self._before_mlp = _norm(layer, "post_attention_layernorm")
+        self._mlp = _gated(mlp)
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "_Parts | None":
+        try:
+            return cls(layer)
+        except AttributeError:
+            return None
+
+    def step(
+        self, x_N: Tensor, rotary: tuple[Tensor, Tensor], cache: DecodeAttention, slices: list[AdapterSlice]
+    ) -> Tensor:
+        y = x_N if self._before_attention is None else self._before_attention(x_N)
+        y = self._attend(y, rotary, cache, slices)
+        if self._after_attention is not None:
+            y = self._after_attention(y)
+        x_N = y.add_(x_N)
+        y = self._mlp(x_N if self._before_mlp is None else self._before_mlp(x_N), slices)
+        if self._after_mlp is not None:
+            y = self._after_mlp(y)
+        return y.add_(x_N)
+
+    def _attend(
+        self, x_N: Tensor, rotary: tuple[Tensor, Tensor], cache: DecodeAttention, slices: list[AdapterSlice]
+    ) -> Tensor:
+        heads = self._qkv(x_N, slices).view(len(x_N), -1, self._head_dim)
+        num_turned = self._num_heads + self._num_kv
+        turned, v_NKD = heads[:, :num_turned], heads[:, num_turned:]
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = turned[:, : self._num_heads], turned[:, self._num_heads :]
+            if self._norms_heads:
+                turned = torch.cat([self._q_norm(q), self._k_norm(k)], 1)
+            else:
+                turned = torch.cat([self._q_norm(q.flatten(1)), self._k_norm(k.flatten(1))], 1).view(turned.shape)
+        cos, sin = cache.rotation(rotary)
+        turned = (turned * cos).addcmul_(torch.roll(turned, self._head_dim // 2, -1), sin)
+        q_NHD, k_NKD = turned[:, : self._num_heads], turned[:, self._num_heads :]
+        out_NHD = cache.attend_rows(self._number, q_NHD, k_NKD, v_NKD, self._shape)
+        return self._out(out_NHD.reshape(len(x_N), -1), slices)
+
+
+def _norm(parent: Any, name: str) -> Norm | None:
+    """The forward of a norm without what surrounds a module's call; ``None`` where there is no such norm."""
+    norm = getattr(parent, name, None)
+    return None if norm is None else norm.forward
+
+
+def _gated(mlp: Any) -> Callable[[Tensor, list[AdapterSlice]], Tensor]:
+    """``down(act(gate(x)) * up(x))``, or the module itself where it is not made of these."""
+    try:
+        gate_up, down = _Product.of(mlp, "gate_up_proj", "gate_proj", "up_proj"), _Product.of(mlp, "down_proj")
+        inner = mlp.down_proj.in_features
+        act = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    except AttributeError:
+        return lambda x, _: mlp(x.unsqueeze(0))[0]
+
+    def run(x: Tensor, slices: list[AdapterSlice]) -> Tensor:
+        both = gate_up(x, slices)
+        return down(act(both[:, :inner]).mul_(both[:, inner:]), slices)
+
+    return run

@@ -1,0 +1,1 @@
+"""Sampling: continuous batching, token choice, and the key/value cache."""

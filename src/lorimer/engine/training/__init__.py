@@ -1,0 +1,1 @@
+"""Training: packed passes, losses, and optimisers."""

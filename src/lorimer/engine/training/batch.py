@@ -1,0 +1,72 @@
+"""Packing: sequences of any operations and runs laid on one token axis, and what the layers must know of it.
+
+A ``Pass`` describes one forward pass. Tokens are ordered by adapter, so that each adapter owns one slice of the
+axis and its low-rank products are plain matrix products on that slice.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.model.attention import AttentionGroup, Shape
+
+
+class CachedAttention(Protocol):
+    """Where keys and values of a sampling pass live."""
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor: ...
+
+
+MergedMatrices = dict[int, Tensor]
+"""By the identity of a frozen matrix, its packed weight with an adapter added."""
+
+
+@dataclass(frozen=True)
+class AdapterSlice:
+    """Tokens ``start:stop`` belong to this adapter; gradients, where wanted, are added to ``grads``."""
+
+    start: int
+    stop: int
+    weights: Pairs
+    scale: float
+    grads: Pairs | None = None
+    merged: MergedMatrices | None = None
+    """Replaces base and pairs where it has the matrix; only a slice that is the whole pass may have it."""
+
+
+@dataclass
+class Pass:
+    """One forward pass over T tokens."""
+
+    slices: list[AdapterSlice]
+    groups: list[AttentionGroup] = field(default_factory=list)
+    """Sequences to attend within (training)."""
+    cache: CachedAttention | None = None
+    """Keys and values to attend to (sampling); ``groups`` is then unused."""
+    is_checkpointed: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    expert_counts: dict[int, Tensor] = field(default_factory=dict)
+    """Tokens per expert of each MoE layer, when ``count_experts`` is set; a layer computed again counts once."""
+    count_experts: bool = False
+
+
+class PassSlot:
+    """Holds the pass under way; layers keep a reference to the slot of their model."""
+
+    def __init__(self) -> None:
+        self.current = Pass([])
+
+
+def cut_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
+    """Divide sequences, in order, into parts of at most ``budget`` tokens; a longer one stands alone."""
+    parts: list[list[int]] = []
+    room = 0
+    for i, length in enumerate(lengths):
+        if not parts or length > room:
+            parts.append([])
+            room = budget
+        parts[-1].append(i)
+        room -= length
+    return parts

@@ -1,0 +1,291 @@
+"""Forward and backward passes over datums of any number of operations, runs, ranks and losses at once.
+
+Sequences are laid on one token axis, cut by a token budget, run through the base with every run's adapter on its own
+tokens, and scored; gradients are collected aside and handed to the runs only when the whole batch has succeeded, so
+a failure leaves every run as it was. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.adapters import Adapter, Pairs
+from lorimer.engine.messages import TrainResult
+from lorimer.engine.model.attention import group_sequences
+from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.experts import balance_metrics
+from lorimer.engine.model.head import Head
+from lorimer.engine.model.vision import Placement, SequenceImages
+from lorimer.engine.training.batch import AdapterSlice, Pass, cut_by_budget
+from lorimer.engine.training.custom_loss import CustomLoss, combine_metrics
+from lorimer.engine.training.losses import LOSSES, MetricSums, active_positions, evaluate
+from lorimer.engine.validation import CheckedOperation
+from lorimer.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation that was checked, and the run it belongs to."""
+
+    operation: CheckedOperation
+    adapter: Adapter
+    images: Sequence[SequenceImages | None] = ()
+    """Of each datum; empty where no datum has any."""
+
+
+@dataclass
+class _Outcome:
+    """What an operation has come to so far."""
+
+    logprobs: list[Tensor | None]
+    metrics: MetricSums | None = None
+    custom: list[dict[str, float]] = field(default_factory=list)
+    custom_loss: float = 0.0
+    num_positions: int = 0
+
+    def add(self, metrics: MetricSums) -> None:
+        self.metrics = metrics if self.metrics is None else self.metrics + metrics
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One datum on its way through a pass."""
+
+    work: int
+    datum: int
+    tokens: Tensor
+    targets: Tensor
+    inputs: Mapping[str, Tensor]
+    is_trained: bool
+    images: SequenceImages | None
+
+
+class _OperationFailed(Exception):
+    """One operation of a batch cannot be done; the others can."""
+
+    def __init__(self, work: int, error: Exception) -> None:
+        self.work, self.error = work, error
+
+
+class Trainer:
+    def __init__(self, model: BaseModel, token_budget: int) -> None:
+        self.model = model
+        self.token_budget = token_budget
+        self.custom_losses: dict[str, CustomLoss] = {}
+        self.num_tokens = 0
+        self._head = Head(model)
+
+    def run(self, batch: list[Work], between_passes: Callable[[], None] | None = None) -> list[TrainResult | Exception]:
+        """Results in the order of ``batch``; an operation that cannot be done fails alone and changes nothing.
+
+        ``between_passes`` may use the model, but not the runs of the batch.
+        """
+        try:
+            return list(self._run_together(batch, between_passes))
+        except _OperationFailed as failure:
+            results = self.run(batch[: failure.work] + batch[failure.work + 1 :], between_passes)
+            return [*results[: failure.work], failure.error, *results[failure.work :]]
+        except Exception as error:
+            # Nobody knows whose fault it is: each alone.
+            return [self.run([work], between_passes)[0] for work in batch] if len(batch) > 1 else [error]
+
+    def _run_together(self, batch: list[Work], between_passes: Callable[[], None] | None) -> list[TrainResult]:
+        sequences = [s for i, work in enumerate(batch) for s in self._sequences(i, work)]
+        outcomes = [_Outcome([None] * len(work.operation.data)) for work in batch]
+        gradients: dict[int, Pairs] = {}
+        expert_counts: list[Tensor] = []
+        for number, part in enumerate(self._passes(batch, sequences)):
+            if number and between_passes is not None:
+                between_passes()
+            counts = self._pass(batch, part, part[0].is_trained, outcomes, gradients)
+            expert_counts = [a + b for a, b in zip(expert_counts, counts, strict=True)] if expert_counts else counts
+        self.num_tokens += sum(len(s.tokens) for s in sequences)
+        for adapter in {id(work.adapter): work.adapter for work in batch}.values():
+            if id(adapter) in gradients:
+                adapter.add_gradient(gradients[id(adapter)])
+        balance = balance_metrics(expert_counts)
+        return [_result(outcome, balance) for outcome in outcomes]
+
+    def _passes(self, batch: list[Work], sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+        """Sequences that are computed together: by run, so that each adapter owns one slice of the token axis."""
+        # Runs in the order they come in the batch, so that the same batch always gives the same bits.
+        order = {id(work.adapter): i for i, work in reversed(list(enumerate(batch)))}
+        for is_trained in (False, True):
+            part = [s for s in sequences if s.is_trained == is_trained]
+            part.sort(key=lambda s: (order[id(batch[s.work].adapter)], s.work, s.datum))
+            for indices in cut_by_budget([len(s.tokens) for s in part], self.token_budget):
+                yield [part[i] for i in indices]
+
+    def _sequences(self, index: int, work: Work) -> list[_Sequence]:
+        operation, device = work.operation, self.model.device.torch
+        sequences = []
+        for number, datum in enumerate(operation.data):
+            inputs = {name: torch.from_numpy(value).to(device) for name, value in datum.inputs.items()}
+            tokens, targets = (torch.from_numpy(value).to(device) for value in (datum.tokens, datum.targets))
+            is_trained = not operation.forward_only and self._can_have_gradient(operation, inputs)
+            images = work.images[number] if work.images else None
+            sequences.append(_Sequence(index, number, tokens, targets, inputs, is_trained, images))
+        return sequences
+
+    def _can_have_gradient(self, operation: CheckedOperation, inputs: Mapping[str, Tensor]) -> bool:
+        if operation.loss_fn == "custom":
+            return True
+        return bool(active_positions(LOSSES[operation.loss_fn], inputs, operation.config).any())
+
+    def _pass(
+        self,
+        batch: list[Work],
+        sequences: list[_Sequence],
+        is_trained: bool,
+        outcomes: list[_Outcome],
+        gradients: dict[int, Pairs],
+    ) -> list[Tensor]:
+        """One packed pass; answers tokens per expert of each MoE layer."""
+        lengths = [len(s.tokens) for s in sequences]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        adapters = [batch[s.work].adapter for s in sequences]
+        current = Pass(
+            slices=_slices(adapters, starts, lengths, gradients if is_trained else None),
+            groups=group_sequences(lengths, starts, self.model.device.torch),
+            is_checkpointed=is_trained and sum(lengths) > self.token_budget,
+            count_experts=True,
+        )
+        tokens = torch.cat([s.tokens for s in sequences])
+        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+        placements = [
+            Placement(s.images, start, 0, len(s.tokens))
+            for s, start in zip(sequences, starts, strict=True)
+            if s.images is not None
+        ]
+        with torch.set_grad_enabled(is_trained):
+            hidden_TH = self.model.hidden(tokens, positions, current, placements)
+        d_hidden_TH = torch.zeros_like(hidden_TH) if is_trained else None
+        for block, rows in _blocks(sequences, starts, batch):
+            owner = next(s for s in current.slices if s.start <= rows.start < s.stop)
+            work = batch[block[0].work]
+            d_rows = None if d_hidden_TH is None else d_hidden_TH[rows]
+            self._score(work, block, hidden_TH[rows].detach(), d_rows, owner, outcomes[block[0].work])
+        if d_hidden_TH is not None:
+            torch.autograd.backward([hidden_TH], [d_hidden_TH])
+        return list(current.expert_counts.values())
+
+    def _score(
+        self,
+        work: Work,
+        block: list[_Sequence],
+        x_NH: Tensor,
+        d_x_NH: Tensor | None,
+        owner: AdapterSlice,
+        outcome: _Outcome,
+    ) -> None:
+        """Log probabilities, loss and metrics of a block, and the gradient of its hidden states where wanted."""
+        targets = torch.cat([s.targets for s in block])
+        inputs = {name: torch.cat([s.inputs[name] for s in block]) for name in block[0].inputs}
+        operation = work.operation
+        loss = LOSSES.get(operation.loss_fn)
+        if d_x_NH is not None and loss is not None and loss.is_token_local:
+            logprobs = torch.empty(targets.shape, device=x_NH.device)
+            is_active = active_positions(loss, inputs, operation.config)
+            active, passive = is_active.nonzero()[:, 0], (~is_active).nonzero()[:, 0]
+            active_inputs = {name: value[active] for name, value in inputs.items()}
+
+            def gradient(rows: slice, chunk: Tensor) -> Tensor:
+                part = {name: value[rows] for name, value in active_inputs.items()}
+                return _finite(evaluate(loss, chunk, part, operation.config)[1], block[0].work)
+
+            logprobs[passive] = self._head.logprobs(x_NH[passive], targets[passive], owner)
+            logprobs[active], d_x_NH[active] = self._head.backpropagate(x_NH[active], targets[active], owner, gradient)
+            total, _, metrics = evaluate(loss, logprobs, inputs, operation.config)
+            _finite(total, block[0].work)
+            outcome.add(metrics)
+        else:
+            logprobs = self._head.logprobs(x_NH, targets, owner)
+            d_logprobs = self._evaluate_datum(operation, logprobs, inputs, outcome, block[0].work)
+            if d_x_NH is not None:
+                active = (d_logprobs.view(len(x_NH), -1) != 0).any(1).nonzero()[:, 0]
+                known = d_logprobs[active]
+                _, d_x_NH[active] = self._head.backpropagate(
+                    x_NH[active], targets[active], owner, lambda rows, _: known[rows]
+                )
+        outcome.num_positions += len(targets)
+        for sequence, part in zip(block, logprobs.split([len(s.targets) for s in block]), strict=True):
+            outcome.logprobs[sequence.datum] = part
+
+    def _evaluate_datum(
+        self,
+        operation: CheckedOperation,
+        logprobs: Tensor,
+        inputs: Mapping[str, Tensor],
+        outcome: _Outcome,
+        work: int,
+    ) -> Tensor:
+        """Score positions whose loss may depend on one another; answers the gradient of the log probabilities."""
+        if operation.loss_fn != "custom":
+            total, d_logprobs, metrics = evaluate(LOSSES[operation.loss_fn], logprobs, inputs, operation.config)
+            _finite(total, work)
+            outcome.add(metrics)
+            return _finite(d_logprobs, work)
+        try:
+            custom = self.custom_losses[operation.loss_id or ""]
+            value, d_logprobs, named = custom.evaluate(logprobs, inputs)
+        except InvalidInput as error:
+            raise _OperationFailed(work, error) from None
+        outcome.custom.append(named)
+        outcome.custom_loss += float(value)
+        return _finite(d_logprobs, work)
+
+
+def _finite(value: Tensor, work: int) -> Tensor:
+    if not bool(torch.isfinite(value).all()):
+        message = "the loss or its gradient is not finite for these inputs (a ratio of probabilities overflows)"
+        raise _OperationFailed(work, InvalidInput(message))
+    return value
+
+
+def _slices(
+    adapters: list[Adapter], starts: list[int], lengths: list[int], gradients: dict[int, Pairs] | None
+) -> list[AdapterSlice]:
+    """One slice for each adapter, with buffers for its gradient unless ``gradients`` is ``None``."""
+    slices = []
+    for _, members in groupby(range(len(adapters)), key=lambda i: id(adapters[i])):
+        indices = list(members)
+        adapter = adapters[indices[0]]
+        grads = None
+        if gradients is not None:
+            if id(adapter) not in gradients:
+                gradients[id(adapter)] = {
+                    name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in adapter.weights.items()
+                }
+            grads = gradients[id(adapter)]
+        stop = starts[indices[-1]] + lengths[indices[-1]]
+        slices.append(AdapterSlice(starts[indices[0]], stop, adapter.weights, adapter.scale, grads))
+    return slices
+
+
+def _blocks(sequences: list[_Sequence], starts: list[int], batch: list[Work]) -> list[tuple[list[_Sequence], slice]]:
+    """Neighbours that are scored together: those of one operation, where positions are scored alone."""
+
+    def key(i: int) -> tuple[int, ...]:
+        sequence = sequences[i]
+        loss = LOSSES.get(batch[sequence.work].operation.loss_fn)
+        is_joined = loss is not None and loss.is_token_local and sequence.targets.dim() == 1
+        return (sequence.work,) if is_joined else (sequence.work, i)
+
+    blocks = []
+    for _, members in groupby(range(len(sequences)), key=key):
+        indices = list(members)
+        stop = starts[indices[-1]] + len(sequences[indices[-1]].tokens)
+        blocks.append(([sequences[i] for i in indices], slice(starts[indices[0]], stop)))
+    return blocks
+
+
+def _result(outcome: _Outcome, balance: dict[str, float]) -> TrainResult:
+    logprobs = [value.cpu().numpy() for value in outcome.logprobs if value is not None]
+    assert len(logprobs) == len(outcome.logprobs), "every datum is scored"
+    if outcome.metrics is not None:
+        return TrainResult(logprobs=logprobs, metrics=outcome.metrics.finalise() | balance)
+    metrics = {"loss:sum": outcome.custom_loss, "tokens:sum": float(outcome.num_positions)}
+    return TrainResult(logprobs=logprobs, metrics=metrics | combine_metrics(outcome.custom) | balance)

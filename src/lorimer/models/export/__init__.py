@@ -1,0 +1,1 @@
+"""Exports of a saved adapter: PEFT, merged Hugging Face weights, and GGUF."""
