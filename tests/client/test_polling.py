@@ -3,7 +3,7 @@
 import logging
 
 import lorimer
-from lorimer.client.queue_notes import REPEAT_SECONDS, QueueNotes
+from lorimer.client.polling import REPEAT_SECONDS, QueueNotes
 from lorimer.types import TryAgainResponse
 from tests.conformance.servers import running_server
 
