@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.errors import CheckpointError, InvalidInput, TornDownload
 
 if TYPE_CHECKING:
     import httpx2
@@ -191,17 +191,13 @@ async def repeated(work: Callable[[bool], Coroutine[Any, Any, T]]) -> T:
         except httpx2.HTTPError as error:
             request = httpx2.Request("GET", "http://unknown")
             trouble = APIConnectionError(request, f"the download was broken off: {error or type(error).__name__}")
-        except (APIStatusError, Torn) as error:
+        except (APIStatusError, TornDownload) as error:
             trouble = error
-        if attempt == ATTEMPTS - 1 or not (is_transient(trouble) or isinstance(trouble, Torn)):
+        if attempt == ATTEMPTS - 1 or not (is_transient(trouble) or isinstance(trouble, TornDownload)):
             raise trouble
         told = told_delay(trouble.response.headers) if isinstance(trouble, APIStatusError) else None
         await asyncio.sleep(told or backoff.next())
     raise AssertionError("the last attempt returns or raises")
-
-
-class Torn(CheckpointError):
-    """Less came than was announced."""
 
 
 @dataclass
@@ -240,7 +236,7 @@ class Fetch:
             await self._write(answer, start)
         size = self.file.stat().st_size
         if total is not None and size != total and not self.stop.is_set():
-            raise Torn(f"{self.name} has {size} bytes of {total}; the connection ended early")
+            raise TornDownload(f"{self.name} has {size} bytes of {total}; the connection ended early")
 
     def _remaining(self) -> tuple[dict[str, str], int]:
         """Ask for the rest if something is there of a file that can be told from another.

@@ -22,7 +22,7 @@ import httpx2
 
 from lorimer.client.errors import TinkerError
 from lorimer.client.futures import LoopThread, loop_thread
-from lorimer.errors import LorimerError
+from lorimer.errors import InUse, LorimerError
 
 EVENTS = "text/event-stream"
 ADDRESS = "http://127.0.0.1"
@@ -127,7 +127,7 @@ class EmbeddedService:
             await stack.enter_async_context(app.router.lifespan_context(app))
         except LorimerError as error:
             hint = ""
-            if type(error).__name__ == "InUse":
+            if isinstance(error, InUse):
                 hint = "; give the address of that server as base_url, or another directory as LORIMER_DATA"
             raise TinkerError(f"the service in this process cannot start: {error}{hint}") from error
         self._app, self._stack, self._settings = app, stack, settings

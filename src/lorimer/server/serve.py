@@ -21,7 +21,7 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server
 from starlette.applications import Starlette
 
-from lorimer.errors import LorimerError
+from lorimer.errors import LorimerError, PortTaken
 from lorimer.server.app import create_app
 from lorimer.server.context import Context
 from lorimer.server.settings import Settings
@@ -36,10 +36,6 @@ INTERRUPTED = 130
 SPARE_FILES = 1000
 
 Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
-
-
-class PortTaken(LorimerError):
-    """The address cannot be listened on."""
 
 
 class EmbeddedServer(Server):
