@@ -181,7 +181,7 @@ async def repeated(work: Callable[[bool], Coroutine[Any, Any, T]]) -> T:
     import httpx2
 
     from lorimer.client.errors import APIConnectionError, APIStatusError
-    from lorimer.client.retries import Backoff, is_transient, told_delay
+    from lorimer.client.retries import Backoff, is_transient, retry_after
 
     backoff = Backoff()
     for attempt in range(ATTEMPTS):
@@ -195,8 +195,8 @@ async def repeated(work: Callable[[bool], Coroutine[Any, Any, T]]) -> T:
             trouble = error
         if attempt == ATTEMPTS - 1 or not (is_transient(trouble) or isinstance(trouble, TornDownload)):
             raise trouble
-        told = told_delay(trouble.response.headers) if isinstance(trouble, APIStatusError) else None
-        await asyncio.sleep(told or backoff.next())
+        wait = retry_after(trouble.response.headers) if isinstance(trouble, APIStatusError) else None
+        await asyncio.sleep(wait or backoff.next())
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -214,7 +214,7 @@ class Fetch:
 
     async def run(self) -> None:
         async def attempt(is_first: bool) -> None:
-            # Addresses end; each is also put on record as a download, so that a new one is asked for only if needed.
+            # Addresses end; each is also logged as a download, so that a new one is asked for only if needed.
             await self._attempt(self.url if is_first else (await self.addresses())[self.name])
 
         await repeated(attempt)

@@ -32,6 +32,8 @@ SILENT_SECONDS = 60.0
 
 
 class ByteBudget:
+    """Limits the bytes in flight: first come, first served. A request larger than the limit runs alone."""
+
     def __init__(self, size: int) -> None:
         self._size = size
         self._used = 0
@@ -118,7 +120,7 @@ class Connection:
     """As programs of the official SDK call it, on the ``holder`` of a client."""
 
     async def ready(self) -> None:
-        """Fetch the flags, once."""
+        """Fetch the server's flags once."""
         if self._is_ready:
             return
         async with self._preparing:
@@ -141,7 +143,7 @@ class Connection:
             return ClientDynamicConfigResponse()
 
     async def refresh(self) -> None:
-        """Fetch again what may change; a failure keeps what there is."""
+        """Fetch the flags that may change. Keep the present ones if that fails."""
         self.dynamic = await self._fetch_dynamic()
 
     def adopt(self, config: Mapping[str, Any], dynamic: Mapping[str, Any]) -> None:

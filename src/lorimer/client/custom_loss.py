@@ -35,7 +35,7 @@ CustomLossFn = Callable[[list[types.Datum], list[Any]], tuple[Any, dict[str, flo
 MODULES = ("torch", "math", "operator", "_operator")
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-MOST_INPUTS = 16
+MAX_INPUTS = 16
 LEAVES_TORCH = {"item", "numpy", "tolist"}
 PURPOSE = "a custom loss"
 
@@ -87,8 +87,8 @@ def _inputs(
     names = [parameter.name for parameter in parameters]
     if not names or names[0] != "logprobs":
         raise ValueError(f"{name} takes {', '.join(names) or 'nothing'}; the first parameter must be logprobs")
-    if len(names) > MOST_INPUTS:
-        raise ValueError(f"{name} takes {len(names)} parameters; at most {MOST_INPUTS} are accepted")
+    if len(names) > MAX_INPUTS:
+        raise ValueError(f"{name} takes {len(names)} parameters; at most {MAX_INPUTS} are accepted")
     for parameter in parameters:
         is_plain = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if not is_plain or parameter.default is not parameter.empty or not NAME.fullmatch(parameter.name):

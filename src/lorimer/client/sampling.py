@@ -27,24 +27,24 @@ from lorimer.types.tensor_json import tensor_to_json
 
 CLONE_STRIDE = 1_000_000_000
 PROMPT_TOKEN_BYTES = 10
-MOST_SUBMITS = 64
-"""At once: a server puts on record together what arrives together, and gains nothing by more."""
-MOST_SUBMITS_AFTER_REFUSAL = 10
+MAX_SUBMITS = 64
+"""Concurrent submits. A server commits together what arrives together, and gains nothing from more."""
+MAX_SUBMITS_AFTER_REFUSAL = 10
 CAREFUL_SECONDS = 10.0
 CAREFUL_FACTOR = 20
 LARGE_PROMPT_BYTES = 128 * 1024
-MOST_FETCHES = 64
+MAX_FETCHES = 64
 QUIET_SECONDS = 20.0
 """After so long without news of a sample it is asked about by itself, which also tells why it is waiting."""
-MOST_QUESTIONS = 4
+MAX_QUESTIONS = 4
 
 
 class SubmitGate:
     """Lets samples of one sampling client be submitted; fewer at a time after the server refused one."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(MOST_SUBMITS)
-        self._careful_room = asyncio.Semaphore(MOST_SUBMITS_AFTER_REFUSAL)
+        self._room = asyncio.Semaphore(MAX_SUBMITS)
+        self._careful_room = asyncio.Semaphore(MAX_SUBMITS_AFTER_REFUSAL)
         self._careful_until = 0.0
         self._closed_until = 0.0
 
@@ -88,8 +88,8 @@ class SamplingClient:
         self._next_number = 0
         self._joining = asyncio.Lock()
         self._gate = SubmitGate()
-        self._fetches = asyncio.Semaphore(MOST_FETCHES)
-        self._questions = asyncio.Semaphore(MOST_QUESTIONS)
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._questions = asyncio.Semaphore(MAX_QUESTIONS)
         self._notes = QueueNotes(f"sampling from {sampling_session_id}")
         self._completions: Completions | None = None
         config = self._connection.config

@@ -34,7 +34,7 @@ FinishStatus = Literal["success", "errored", "interrupted"]
 
 HEARTBEAT_SECONDS = 10.0
 SILENCE_SECONDS = 120.0
-LEAST_REFRESH_SECONDS = 10.0
+MIN_REFRESH_SECONDS = 10.0
 LAST_WORD_SECONDS = 2.0
 """For which a program that fails or is interrupted tries to say so to a server that is away."""
 
@@ -99,7 +99,7 @@ class Session:
         return self.session_id
 
     async def _beat(self) -> None:
-        alive_at = told_at = time.monotonic()
+        alive_at = warned_at = time.monotonic()
         body = {"session_id": self.session_id, "type": "session_heartbeat"}
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -113,14 +113,14 @@ class Session:
                     return
                 now = time.monotonic()
                 silence = now - alive_at
-                if silence > SILENCE_SECONDS and now - told_at > SILENCE_SECONDS:
-                    told_at = now
+                if silence > SILENCE_SECONDS and now - warned_at > SILENCE_SECONDS:
+                    warned_at = now
                     log.warning("session %s: no heartbeat accepted for %d seconds: %s", self.session_id, silence, error)
 
     async def _refresh(self) -> None:
         while True:
             seconds = self.connection.dynamic.refresh_interval_sec
-            await asyncio.sleep(max(seconds, LEAST_REFRESH_SECONDS))
+            await asyncio.sleep(max(seconds, MIN_REFRESH_SECONDS))
             try:
                 await self.connection.refresh()
             except APIError as error:

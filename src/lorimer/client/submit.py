@@ -37,8 +37,8 @@ from lorimer.types.metrics import reduce_metric
 T = TypeVar("T")
 R = TypeVar("R")
 
-MOST_POLLS = 32
-"""Held at once for one run: operations finish in their order, so that the first ones suffice."""
+MAX_POLLS = 32
+"""Concurrent polls of one run: operations finish in order, so polling for the first ones suffices."""
 COMPRESS_BYTES = 16 * 1024
 TOKEN_BYTES = 4
 PER_TOKEN = ("weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
@@ -91,7 +91,7 @@ def _length(model_input: ModelInput) -> int | None:
 
 
 def estimate_bytes(datum: Datum) -> int:
-    """The size of a datum on the wire, nearly."""
+    """Estimate the size of a datum on the wire."""
     inputs = sum(_chunk_bytes(chunk) for chunk in datum.model_input.chunks)
     return inputs + sum(_tensor_bytes(tensor) for tensor in datum.loss_fn_inputs.values())
 
@@ -113,13 +113,13 @@ def _tensor_bytes(tensor: TensorData) -> int:
     return tensor.values.nbytes + sum(indices.nbytes for indices in tensor.csr or ())
 
 
-def split_data(data: Sequence[Datum], most_datums: int, most_bytes: int) -> Iterator[tuple[list[Datum], int]]:
-    """Runs of datums in order, each with its size; one that is too large by itself goes alone."""
+def split_data(data: Sequence[Datum], max_datums: int, max_bytes: int) -> Iterator[tuple[list[Datum], int]]:
+    """Split data in order into chunks within the limits and yield each with its size; an oversized datum goes alone."""
     chunk: list[Datum] = []
     size = 0
     for datum in data:
         added = estimate_bytes(datum)
-        if chunk and (size + added > most_bytes or len(chunk) == most_datums):
+        if chunk and (size + added > max_bytes or len(chunk) == max_datums):
             yield chunk, size
             chunk, size = [], 0
         chunk.append(datum)
@@ -129,7 +129,7 @@ def split_data(data: Sequence[Datum], most_datums: int, most_bytes: int) -> Iter
 
 
 def merge_results(results: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One result of the results of all chunks, in their order."""
+    """Merge the results of all chunks, in order, into one."""
     return ForwardBackwardOutput(
         loss_fn_output_type=results[0].loss_fn_output_type,
         loss_fn_outputs=[output for result in results for output in result.loss_fn_outputs],
@@ -184,7 +184,7 @@ class Operations:
         self._lock = threading.Lock()
         self._next_number = 1
         self._turn = asyncio.Lock()
-        self._polls = asyncio.Semaphore(MOST_POLLS)
+        self._polls = asyncio.Semaphore(MAX_POLLS)
 
     def submit(
         self,

@@ -31,7 +31,7 @@ from lorimer.client.errors import (
 )
 from lorimer.client.futures import LoopThread
 from lorimer.client.http11 import HttpTransport
-from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, told_delay
+from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, retry_after
 from lorimer.types.compatibility import NEWEST
 
 log = logging.getLogger("lorimer")
@@ -176,7 +176,7 @@ class Transport:
                 self.report(error)
                 delay = BILLING_PAUSE_SECONDS
             except APIStatusError as error:
-                delay = told_delay(error.response.headers) or backoff.next()
+                delay = retry_after(error.response.headers) or backoff.next()
                 if error.status_code in final or not is_transient(error) or time.monotonic() + delay - since > patience:
                     raise
                 self.report(error)
