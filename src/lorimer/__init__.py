@@ -15,6 +15,12 @@ if _typing.TYPE_CHECKING:
     from lorimer.client.admin import (
         AdminClient as AdminClient,
     )
+    from lorimer.client.custom_loss import (
+        LossHandle as LossHandle,
+    )
+    from lorimer.client.custom_loss import (
+        PerDatumLossFn as PerDatumLossFn,
+    )
     from lorimer.client.errors import (
         APIConnectionError as APIConnectionError,
     )
@@ -83,12 +89,6 @@ if _typing.TYPE_CHECKING:
     )
     from lorimer.client.service import (
         ServiceClient as ServiceClient,
-    )
-    from lorimer.client.tracing import (
-        LossHandle as LossHandle,
-    )
-    from lorimer.client.tracing import (
-        PerDatumLossFn as PerDatumLossFn,
     )
     from lorimer.client.training import (
         TrainingClient as TrainingClient,
@@ -278,8 +278,8 @@ _HOMES = {
     "RetryConfig": "lorimer.client.retries",
     "SamplingClient": "lorimer.client.sampling",
     "ServiceClient": "lorimer.client.service",
-    "LossHandle": "lorimer.client.tracing",
-    "PerDatumLossFn": "lorimer.client.tracing",
+    "LossHandle": "lorimer.client.custom_loss",
+    "PerDatumLossFn": "lorimer.client.custom_loss",
     "TrainingClient": "lorimer.client.training",
     "RequestOptions": "lorimer.client.transport",
     "Timeout": "lorimer.client.transport",

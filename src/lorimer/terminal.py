@@ -16,7 +16,17 @@ from typing import Any
 
 import typer
 
-from lorimer.errors import Forbidden, Gone, InvalidInput, LorimerError, ModelNotFound, NoServer, NotFound, Unauthorized
+from lorimer.errors import (
+    Forbidden,
+    Gone,
+    InUse,
+    InvalidInput,
+    LorimerError,
+    ModelNotFound,
+    NoServer,
+    NotFound,
+    Unauthorized,
+)
 
 FAILED, USAGE, IN_USE, REFUSED, NO_SERVER = 1, 2, 3, 4, 5
 REFUSALS = {401, 403, 404, 410}
@@ -92,9 +102,9 @@ def sentence(error: BaseException, extra: str = "server") -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    if is_in_use(error) or is_in_use(error.__cause__):
+    if isinstance(error, InUse) or isinstance(error.__cause__, InUse):
         return IN_USE
-    if isinstance(error, NoServer) or is_unreachable(error):
+    if isinstance(error, NoServer):
         return NO_SERVER
     refusals = (NotFound, Unauthorized, Forbidden, Gone, ModelNotFound)
     if isinstance(error, refusals) or status_of(error) in REFUSALS:
@@ -106,17 +116,6 @@ def status_of(error: BaseException) -> int | None:
     """The status with which a server refused."""
     status = getattr(error, "status_code", None)
     return status if isinstance(status, int) else None
-
-
-# By name: these classes belong to the server and the client, which are not loaded for every command.
-
-
-def is_in_use(error: BaseException | None) -> bool:
-    return type(error).__name__ == "InUse"
-
-
-def is_unreachable(error: BaseException) -> bool:
-    return any(kind.__name__ == "APIConnectionError" for kind in type(error).__mro__)
 
 
 def command(*arguments: str) -> str:

@@ -7,8 +7,8 @@ import pytest
 
 import lorimer
 from lorimer import types
-from lorimer.client import tracing
-from lorimer.client.checks import check_data
+from lorimer.client import custom_loss
+from lorimer.client.submit import check_data
 
 INPUT = types.ModelInput.from_ints([1, 2, 3])
 
@@ -123,10 +123,10 @@ LOSSES = {
 @pytest.mark.parametrize(("fn", "ranks", "text"), LOSSES.values(), ids=LOSSES)
 def test_losses_that_cannot_be_traced(fn, ranks, text):
     with pytest.raises(ValueError, match=text):
-        tracing.trace(fn, ranks, "session")
+        custom_loss.trace(fn, ranks, "session")
 
 
 def test_loss_of_another_session_is_refused(service, trainer):
-    handle = tracing.trace(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1}, "another")
+    handle = custom_loss.trace(lambda logprobs: (logprobs.sum(), {}), {"logprobs": 1}, "another")
     with pytest.raises(ValueError, match="another"):
         trainer.forward_backward_custom([types.Datum(INPUT, {"target_tokens": [1, 2, 3]})], handle)

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
-from lorimer.client.http11 import HttpTransport
-from lorimer.client.http_answers import AnswerReader
+from lorimer.client.http11 import AnswerReader, HttpTransport
 from lorimer.client.transport import is_proxied
 
 ANSWERS = {

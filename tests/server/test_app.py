@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lorimer.server.app import InUse, running
+from lorimer.errors import InUse
+from lorimer.server.app import running
 from lorimer.server.settings import Settings
 from lorimer.server.upkeep import Periodic
 from lorimer.store import sessions

@@ -10,7 +10,8 @@ import pytest
 import zstandard
 from tinker import types as official
 
-from lorimer.server.decoding import InvalidJson, field_path, parse_json
+from lorimer.errors import InvalidJson
+from lorimer.server.decoding import field_path, parse_json
 from lorimer.server.settings import Settings
 from lorimer.types.json_bounds import JsonLimits
 from tests.memory import resident_peak

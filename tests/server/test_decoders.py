@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from lorimer import types
-from lorimer.errors import TooLarge
+from lorimer.errors import InvalidField, InvalidJson, TooLarge
 from lorimer.server.decoder import Job
 from lorimer.server.decoders import BodyMemory, Decoders, DecodingMemory
 from lorimer.server.decoding import (
@@ -22,8 +22,6 @@ from lorimer.server.decoding import (
     DecodeSample,
     DecodeTelemetry,
     DecodeTraining,
-    InvalidField,
-    InvalidJson,
     SampleHead,
     TelemetryHead,
     TrainingHead,

@@ -7,14 +7,12 @@ import pytest
 from starlette.requests import Request
 
 from lorimer import errors
-from lorimer.server.decoding import InvalidField, InvalidJson
 from lorimer.server.errors import STATUS, Refusal, answer_error, error_response, printable, status_of
-from lorimer.store.directory import DiskFull
 
-CLIENTS_OWN = {errors.NoServer}
-"""Raised on the user's machine, and never answered by a server."""
-TREE = {item for item in vars(errors).values() if inspect.isclass(item)} - CLIENTS_OWN
-KINDS = [*sorted(TREE, key=lambda kind: kind.__name__), InvalidField, InvalidJson]
+NEVER_ANSWERED = {errors.NoServer, errors.InUse, errors.PortTaken, errors.TornDownload, errors.HubError}
+"""Raised on the user's machine or before a server listens."""
+TREE = {item for item in vars(errors).values() if inspect.isclass(item)} - NEVER_ANSWERED
+KINDS = sorted(TREE, key=lambda kind: kind.__name__)
 SCOPE = {"type": "http", "path": "/api/v1/x", "state": {"request_id": "r1"}, "headers": []}
 
 
@@ -63,7 +61,7 @@ def test_an_error_not_in_the_table_takes_the_row_of_its_parent():
 
 
 def test_full_disk_is_507():
-    assert status_of(DiskFull("the disk is full: 3 bytes are free")) == (507, "disk_full")
+    assert status_of(errors.DiskFull("the disk is full: 3 bytes are free")) == (507, "disk_full")
     try:
         raise errors.StorageError("cannot write") from OSError(28, "No space left on device")
     except errors.StorageError as error:

@@ -9,8 +9,8 @@ import threading
 import pytest
 from sqlalchemy import select
 
-from lorimer.errors import CheckpointError, StorageError
-from lorimer.store import DataDirectory, DiskFull, Store, blobs
+from lorimer.errors import CheckpointError, DiskFull, StorageError
+from lorimer.store import DataDirectory, Store, blobs
 from lorimer.store.retention import known_names
 from lorimer.store.tables import blobs as table
 from lorimer.store.tables import users

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.failures import FAILED, exit_on_error
-from lorimer.cli.output import Format, FormatOption, examples, note, print_facts, print_json, size_text
+from lorimer.cli.commands import DataOptions, cli_command
+from lorimer.cli.failures import FAILED
+from lorimer.cli.output import Format, examples, note, print_facts, print_json, size_text
 from lorimer.cli.progress import progress_bar
-from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, effective_settings
 
 if TYPE_CHECKING:
     from lorimer.server.backup import Manifest
@@ -20,55 +20,51 @@ RESTORE_EPILOG = examples(
 )
 
 
+@cli_command
 def backup(
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="A directory that does not exist yet.")],
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """Copy the data directory and its database, as they are at one moment, into DEST; the server may run meanwhile.
 
     DEST appears when it is complete. It holds what the data directory holds: keys as hashes, users' data and weights,
     and the secret that signs tokens. Exit code 1 if files of the data directory were damaged or missing.
     """
-    with exit_on_error():
-        settings = effective_settings({"data": data, "database": database}, config, None).settings
+    settings = options.settings()
 
-        from lorimer.server.backup import back_up
+    from lorimer.server.backup import back_up
 
-        with progress_bar() as report:
-            manifest = back_up(settings, destination, report)
-        show(manifest, {"backup": str(destination.absolute())}, output)
+    with progress_bar() as report:
+        manifest = back_up(settings, destination, report)
+    show(manifest, {"backup": str(destination.absolute())}, options.output)
     if manifest.faults:
         note(f"lorimer: the backup is complete, but {len(manifest.faults)} files of the data directory are not whole")
         raise typer.Exit(FAILED)
 
 
+@cli_command
 def restore(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory that `lorimer backup` made.")],
     replace: Annotated[
         bool, typer.Option("--replace", help="Move what the data directory has aside; replace rows of PostgreSQL.")
     ] = False,
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """Bring a backup back: verify every byte of SOURCE, then fill the data directory and the database with it.
 
     Refused while a server runs there, and for a directory or database that is not empty unless --replace is given.
     A backup of SQLite can be restored into PostgreSQL and the other way round.
     """
-    with exit_on_error():
-        settings = effective_settings({"data": data, "database": database}, config, None).settings
+    settings = options.settings()
 
-        from lorimer.server.restore import restore as bring_back
+    from lorimer.server.restore import restore as bring_back
 
-        with progress_bar() as report:
-            manifest, aside = bring_back(settings, source, report, replace=replace)
-        place = {"data": str(settings.data.expanduser().absolute()), "replaced": str(aside) if aside else None}
-        show(manifest, place, output)
+    with progress_bar() as report:
+        manifest, aside = bring_back(settings, source, report, replace=replace)
+    place = {"data": str(settings.data.expanduser().absolute()), "replaced": str(aside) if aside else None}
+    show(manifest, place, options.output)
 
 
 def show(manifest: "Manifest", place: dict[str, str | None], output: Format) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lorimer.cli.commands import cli_command
 from lorimer.cli.connection import KeyOption, UrlOption, find_server, named_server
-from lorimer.cli.failures import exit_on_error
 from lorimer.cli.output import Format, FormatOption, examples, print_facts, print_json, size_text
 from lorimer.cli.progress import Report, progress_bar
 from lorimer.errors import InvalidInput
@@ -52,6 +52,7 @@ class Measured:
     service_bytes: int | None
 
 
+@cli_command
 def bench(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Base model: as for `lorimer serve`, or a name it serves.")
@@ -66,7 +67,7 @@ def bench(
 
     Without a server the service runs in this process, on a data directory that is removed afterwards.
     """
-    with exit_on_error(), progress_bar() as report:
+    with progress_bar() as report:
         found = run(model, rank, seconds, base_url, api_key, report)
     if output is Format.json:
         print_json(asdict(found))

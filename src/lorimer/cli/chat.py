@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, find_server, named_server, running_address
-from lorimer.cli.failures import exit_on_error, sentence
-from lorimer.cli.output import Format, FormatOption, note, print_json
+from lorimer.cli.commands import ServerOptions, cli_command
+from lorimer.cli.connection import find_server, named_server, running_address
+from lorimer.cli.failures import sentence
+from lorimer.cli.output import Format, note, print_json
 from lorimer.errors import InvalidInput, LorimerError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ HELP = """/reset          forget the conversation
 PATH = "tinker://"
 
 
+@cli_command
 def chat(
     model: Annotated[
         str | None, typer.Argument(help="A base model or a tinker:// path; the server's first model by default.")
@@ -44,36 +46,34 @@ def chat(
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the text as it stands, without a chat template.")
     ] = False,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Talk to a model or a checkpoint."""
-    with exit_on_error():
-        connection = connect(model, base_url, api_key, data)
-        values = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-        options = {name: value for name, value in values.items() if value is not None}
-        conversation = Conversation(connection, choose_model(connection, model), system, options, is_raw=raw)
-        try:
-            if once is not None:
-                ask_once(conversation, sys.stdin.read() if once == "-" else once, output)
-            else:
-                Terminal(conversation).run()
-        finally:
-            connection.close()
+    connection = connect(model, options)
+    values = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    given = {name: value for name, value in values.items() if value is not None}
+    conversation = Conversation(connection, choose_model(connection, model), system, given, is_raw=raw)
+    try:
+        if once is not None:
+            ask_once(conversation, sys.stdin.read() if once == "-" else once, options.output)
+        else:
+            Terminal(conversation).run()
+    finally:
+        connection.close()
 
 
-def connect(model: str | None, base_url: str | None, api_key: str | None, data: Path | None) -> "Connection":
-    """The server that the options and the environment mean, or else the service in this process with this model."""
+def connect(model: str | None, options: ServerOptions) -> "Connection":
+    """Connect to the server that the options and the environment name, else to the service in this process."""
     from lorimer.client.connection import Connection
 
-    address = named_server(base_url, data)
+    api_key = options.api_key
+    address = named_server(options.base_url, options.data)
     if address not in (None, "local"):
-        return Connection(find_server(base_url, data), api_key)
+        return Connection(find_server(options.base_url, options.data), api_key)
     from lorimer.cli.settings import effective_settings
 
-    directory = effective_settings({"data": data}, None, None).settings.data.expanduser().absolute()
+    directory = effective_settings({"data": options.data}, None, None).settings.data.expanduser().absolute()
     if url := running_address(directory):
         note(f"lorimer: asking the server at {url}, which has {directory}")
         return Connection(url, api_key)
@@ -165,7 +165,7 @@ def code_of(error: Exception) -> str:
 
 def follow(connection: "Connection", path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Events of a streaming request, for a thread that waits; leaving off ends the request."""
-    from lorimer.client.events import stream_events
+    from lorimer.client.connection import stream_events
 
     queue: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
 

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.moments import moment_text, parse_duration, parse_moment
 from lorimer.cli.output import (
-    Format,
-    FormatOption,
     examples,
     metadata_text,
     print_facts,
@@ -57,67 +54,63 @@ KindOption = Annotated[
         "lorimer checkpoint list --limit 0 -f json",
     ),
 )
+@cli_command
 def list_(
     run_id: RunOption = None,
     kind: KindOption = None,
     limit: LimitOption = 20,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """List checkpoints, newest first: yours, or those of one run."""
-    with exit_on_error():
-        client = rest_client(base_url, api_key, data)
-        if run_id is None and kind is None:
-            found, total = all_of(client, limit)
-        else:
-            everything = matching(client, run_id, kind)
-            found, total = everything[: limit or None], len(everything)
-        if output is Format.json:
-            listed = [checkpoint.model_dump(mode="json") for checkpoint in found]
-            print_json({"checkpoints": listed, "total_count": total})
-            return
-        if found:
-            print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in found])
-        note_rest("checkpoints", len(found), total)
+    client = options.rest_client()
+    if run_id is None and kind is None:
+        found, total = all_of(client, limit)
+    else:
+        everything = matching(client, run_id, kind)
+        found, total = everything[: limit or None], len(everything)
+    if options.is_json:
+        listed = [checkpoint.model_dump(mode="json") for checkpoint in found]
+        print_json({"checkpoints": listed, "total_count": total})
+        return
+    if found:
+        print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in found])
+    note_rest("checkpoints", len(found), total)
 
 
 @app.command(epilog=examples("lorimer checkpoint info tinker://RUN/weights/final"))
+@cli_command
 def info(
     path: PathArgument,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Show one checkpoint: its size, its end, and the adapter in it."""
-    with exit_on_error():
-        (parsed,) = checked([path])
-        client = rest_client(base_url, api_key, data)
-        weights = client.get_weights_info_by_tinker_path(path).result()
-        listed = client.list_checkpoints(run_id_of(path)).result().checkpoints
-        found = next((one for one in listed if one.tinker_path == parsed), None)
-        if found is None:
-            raise NotFound(f"{path!r} is not among the checkpoints of its run")
-        if output is Format.json:
-            print_json(found.model_dump(mode="json") | {"weights": weights.model_dump(mode="json")})
-            return
-        trained = {"attention": weights.train_attn, "mlp": weights.train_mlp, "output head": weights.train_unembed}
-        print_facts(
-            {
-                "path": found.tinker_path,
-                "type": found.checkpoint_type,
-                "base model": weights.base_model,
-                "rank": weights.lora_rank,
-                "trained": ", ".join(name for name, is_trained in trained.items() if is_trained),
-                "size": size_text(found.size_bytes),
-                "saved": moment_text(found.time),
-                "expires": moment_text(found.expires_at) or "never",
-                "published": "yes" if found.public else "no",
-                "metadata": metadata_text(found.user_metadata),
-            }
-        )
+    (parsed,) = checked([path])
+    client = options.rest_client()
+    weights = client.get_weights_info_by_tinker_path(path).result()
+    listed = client.list_checkpoints(run_id_of(path)).result().checkpoints
+    found = next((one for one in listed if one.tinker_path == parsed), None)
+    if found is None:
+        raise NotFound(f"{path!r} is not among the checkpoints of its run")
+    if options.is_json:
+        print_json(found.model_dump(mode="json") | {"weights": weights.model_dump(mode="json")})
+        return
+    trained = {"attention": weights.train_attn, "mlp": weights.train_mlp, "output head": weights.train_unembed}
+    print_facts(
+        {
+            "path": found.tinker_path,
+            "type": found.checkpoint_type,
+            "base model": weights.base_model,
+            "rank": weights.lora_rank,
+            "trained": ", ".join(name for name, is_trained in trained.items() if is_trained),
+            "size": size_text(found.size_bytes),
+            "saved": moment_text(found.time),
+            "expires": moment_text(found.expires_at) or "never",
+            "published": "yes" if found.public else "no",
+            "metadata": metadata_text(found.user_metadata),
+        }
+    )
 
 
 @app.command(
@@ -126,6 +119,7 @@ def info(
         "lorimer checkpoint delete --run-id RUN --type training --before 7d --yes",
     )
 )
+@cli_command
 def delete(
     paths: Annotated[
         list[str] | None,
@@ -138,60 +132,53 @@ def delete(
     ] = None,
     after: Annotated[str | None, typer.Option("--after", metavar="TIME", help="Only newer ones.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Delete checkpoints, by path or all of a run that match, after a question.
 
     Samplers that use them go on; what is deleted cannot be brought back.
     """
-    with exit_on_error():
-        if bool(paths) == bool(run_id):
-            raise InvalidInput(
-                "nothing is named: give paths, or --run-id" if not paths else "give paths or --run-id, not both"
-            )
-        if paths and (kind or before or after):
-            raise InvalidInput("--type, --before and --after choose among the checkpoints of --run-id")
-        chosen = checked(paths or [])
-        times = (parse_moment(before) if before else None, parse_moment(after) if after else None)
-        client = rest_client(base_url, api_key, data)
-        if run_id:
-            chosen = [one.tinker_path for one in matching(client, run_id, kind, *times)]
-        if chosen and not yes:
-            confirm(chosen)
-        change(chosen, client.delete_checkpoint_from_tinker_path, output, "deleted")
+    if bool(paths) == bool(run_id):
+        raise InvalidInput(
+            "nothing is named: give paths, or --run-id" if not paths else "give paths or --run-id, not both"
+        )
+    if paths and (kind or before or after):
+        raise InvalidInput("--type, --before and --after choose among the checkpoints of --run-id")
+    chosen = checked(paths or [])
+    times = (parse_moment(before) if before else None, parse_moment(after) if after else None)
+    client = options.rest_client()
+    if run_id:
+        chosen = [one.tinker_path for one in matching(client, run_id, kind, *times)]
+    if chosen and not yes:
+        confirm(chosen)
+    change(chosen, client.delete_checkpoint_from_tinker_path, options.output, "deleted")
 
 
 @app.command(epilog=examples("lorimer checkpoint publish tinker://RUN/sampler_weights/final"))
+@cli_command
 def publish(
     paths: PathsArgument,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Let every user of the server load, sample and download checkpoints."""
-    with exit_on_error():
-        chosen = checked(paths)
-        client = rest_client(base_url, api_key, data)
-        change(chosen, client.publish_checkpoint_from_tinker_path, output, "published")
+    chosen = checked(paths)
+    client = options.rest_client()
+    change(chosen, client.publish_checkpoint_from_tinker_path, options.output, "published")
 
 
 @app.command(epilog=examples("lorimer checkpoint unpublish tinker://RUN/sampler_weights/final"))
+@cli_command
 def unpublish(
     paths: PathsArgument,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Keep checkpoints to yourself again."""
-    with exit_on_error():
-        chosen = checked(paths)
-        client = rest_client(base_url, api_key, data)
-        change(chosen, client.unpublish_checkpoint_from_tinker_path, output, "unpublished")
+    chosen = checked(paths)
+    client = options.rest_client()
+    change(chosen, client.unpublish_checkpoint_from_tinker_path, options.output, "unpublished")
 
 
 @app.command(
@@ -201,29 +188,27 @@ def unpublish(
         "lorimer checkpoint set-ttl tinker://RUN/weights/final --remove",
     ),
 )
+@cli_command
 def set_ttl(
     paths: PathsArgument,
     ttl: Annotated[
         str | None, typer.Option("--ttl", metavar="TIME", help="How long from now: seconds, or 90m, 12h, 7d, 4w.")
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Keep them for ever.")] = False,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Give checkpoints an end, counted from now, or take it away."""
-    with exit_on_error():
-        if (ttl is None) != remove:
-            raise InvalidInput("one of --ttl and --remove is accepted, and one is needed")
-        seconds = parse_duration(ttl) if ttl is not None else None
-        chosen = checked(paths)
-        client = rest_client(base_url, api_key, data)
+    if (ttl is None) != remove:
+        raise InvalidInput("one of --ttl and --remove is accepted, and one is needed")
+    seconds = parse_duration(ttl) if ttl is not None else None
+    chosen = checked(paths)
+    client = options.rest_client()
 
-        def start(path: str) -> "Future[None]":
-            return client.set_checkpoint_ttl_from_tinker_path(path, seconds)
+    def start(path: str) -> "Future[None]":
+        return client.set_checkpoint_ttl_from_tinker_path(path, seconds)
 
-        change(chosen, start, output, "kept for ever" if seconds is None else f"expires in {ttl}")
+    change(chosen, start, options.output, "kept for ever" if seconds is None else f"expires in {ttl}")
 
 
 @app.command(
@@ -232,39 +217,37 @@ def set_ttl(
         "lorimer checkpoint download tinker://RUN/weights/final --force",
     )
 )
+@cli_command
 def download(
     paths: PathsArgument,
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the directory of each checkpoint is made.")
     ] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Replace directories that are there.")] = False,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Download checkpoints as PEFT adapter directories, each into one of its own.
 
     Sizes are checked, and a directory appears when it is complete. What an interrupted download of an export left in
     DIR/….partial is completed by the next one; other checkpoints begin anew.
     """
-    with exit_on_error():
-        chosen = checked(paths)
-        client = rest_client(base_url, api_key, data)
-        from lorimer.cli.download import directory_name, download_checkpoint
+    chosen = checked(paths)
+    client = options.rest_client()
+    from lorimer.cli.download import directory_name, download_checkpoint
 
-        done, failed = [], Failures()
-        for path in chosen:
-            target = directory / directory_name(path)
-            with failed.noted(path):
-                files = download_checkpoint(client, path, target, force=force)
-                listed = [asdict(file) for file in files]
-                done.append({"tinker_path": path, "destination": str(target), "files": listed})
-                if output is Format.table:
-                    print_download(target, files)
-        if output is Format.json:
-            print_json({"downloads": done, "failed": failed.plain()})
-        failed.end()
+    done, failed = [], Failures()
+    for path in chosen:
+        target = directory / directory_name(path)
+        with failed.noted(path):
+            files = download_checkpoint(client, path, target, force=force)
+            listed = [asdict(file) for file in files]
+            done.append({"tinker_path": path, "destination": str(target), "files": listed})
+            if not options.is_json:
+                print_download(target, files)
+    if options.is_json:
+        print_json({"downloads": done, "failed": failed.plain()})
+    failed.end()
 
 
 @app.command(
@@ -274,6 +257,7 @@ def download(
         "HF_TOKEN=hf_… lorimer checkpoint push-hf tinker://RUN/weights/final --public",
     ),
 )
+@cli_command
 def push_hf(
     path: PathArgument,
     repo: Annotated[
@@ -289,27 +273,24 @@ def push_hf(
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False,
     card: Annotated[bool, typer.Option("--model-card/--no-model-card", help="Write a README.md.")] = True,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Upload a checkpoint to the Hugging Face hub as a PEFT adapter.
 
     Log in before with `hf auth login`, or set HF_TOKEN.
     """
-    with exit_on_error():
-        checked([path])
-        client = rest_client(base_url, api_key, data)
-        from lorimer.cli.push import push_checkpoint
+    checked([path])
+    client = options.rest_client()
+    from lorimer.cli.push import push_checkpoint
 
-        pushed = push_checkpoint(
-            client, path, repo, public=public, revision=revision, message=message, create_pr=create_pr, with_card=card
-        )
-        if output is Format.json:
-            print_json({"tinker_path": path} | asdict(pushed))
-        else:
-            print(pushed.url)
+    pushed = push_checkpoint(
+        client, path, repo, public=public, revision=revision, message=message, create_pr=create_pr, with_card=card
+    )
+    if options.is_json:
+        print_json({"tinker_path": path} | asdict(pushed))
+    else:
+        print(pushed.url)
 
 
 def print_download(target: Path, files: list["FetchedFile"]) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from lorimer.cli.failures import NoServer
 from lorimer.cli.output import note
-from lorimer.errors import InvalidInput, StorageError
+from lorimer.errors import InUse, InvalidInput, StorageError
 
 if TYPE_CHECKING:
     from lorimer.client.connection import Connection
@@ -141,8 +141,6 @@ def running_address(directory: Path) -> str | None:
 
 def in_use(directory: Path) -> StorageError:
     """Somebody has the directory and does not say where it can be asked: a program with the service in it."""
-    from lorimer.server.app import InUse
-
     try:
         owner = (directory / "lock").read_text("utf-8", "replace").strip()
     except OSError:

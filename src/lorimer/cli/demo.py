@@ -10,13 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lorimer.cli.commands import cli_command
 from lorimer.cli.connection import find_server, named_server, running_address
-from lorimer.cli.failures import exit_on_error
 from lorimer.cli.output import note
 from lorimer.errors import LorimerError
 from lorimer.terminal import command
@@ -24,6 +25,7 @@ from lorimer.terminal import command
 DEFAULT_MODEL = "lorimer/tiny"
 
 
+@partial(cli_command, extra="server,cookbook")
 def demo(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Base model: a name, a directory or a .gguf file.")
@@ -46,7 +48,7 @@ def demo(
     server if you like: it is started again, and the run goes on.
     """
     directory = log_dir or Path(tempfile.mkdtemp(prefix="lorimer-demo-"))
-    with exit_on_error("server,cookbook"), server_for(model, base_url, directory) as server:
+    with server_for(model, base_url, directory) as server:
         from rich.console import Console
 
         from lorimer.recipes.demo import SUPERVISED_STEPS, Demo, show_demo

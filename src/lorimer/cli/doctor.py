@@ -3,16 +3,16 @@
 import os
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from lorimer.cli.commands import DataOptions, cli_command
 from lorimer.cli.connection import KeyOption, UrlOption, named_server
-from lorimer.cli.failures import FAILED, exit_on_error, sentence
+from lorimer.cli.failures import FAILED, sentence
 from lorimer.cli.findings import Check, Finding, Status, failed, ok, run_checks, warning
 from lorimer.cli.machine_checks import PROBE_SECONDS, check_packages, check_python, check_torch
-from lorimer.cli.output import Format, FormatOption, examples, print_json, stdout_console
+from lorimer.cli.output import examples, print_json, stdout_console
 from lorimer.cli.progress import progress_bar
 from lorimer.cli.service_checks import (
     check_data_directory,
@@ -22,7 +22,6 @@ from lorimer.cli.service_checks import (
     check_port,
     check_sqlite,
 )
-from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, effective_settings
 from lorimer.errors import LorimerError
 
 if TYPE_CHECKING:
@@ -36,18 +35,17 @@ VARIABLES = ("BASE_URL", "API_KEY", "CREDENTIAL_CMD", "PROJECT_ID")
 PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
+@cli_command
 def doctor(
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
     base_url: UrlOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Check this machine, the settings and the server, and say what to do; exit code 1 if something is wrong."""
-    with exit_on_error(), progress_bar() as report:
-        findings = run_checks(checks(data, database, config, base_url, api_key), report)
-    if output is Format.json:
+    with progress_bar() as report:
+        findings = run_checks(checks(options, base_url, api_key), report)
+    if options.is_json:
         print_json([asdict(finding) for finding in findings])
     else:
         show(findings)
@@ -55,9 +53,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def checks(
-    data: Path | None, database: str | None, config: Path | None, base_url: str | None, api_key: str | None
-) -> list[Check]:
+def checks(options: DataOptions, base_url: str | None, api_key: str | None) -> list[Check]:
     """Those of a server to come need settings that can be read, and the packages of the server."""
     found = [
         Check("python", check_python),
@@ -67,7 +63,7 @@ def checks(
         Check("client", check_client),
     ]
     try:
-        settings: Settings | None = effective_settings({"data": data, "database": database}, config, None).settings
+        settings: Settings | None = options.settings()
     except ImportError:
         settings = None  # check_packages says so
     except LorimerError as error:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.errors import CheckpointError, InvalidInput, TornDownload
 
 if TYPE_CHECKING:
     import httpx2
@@ -181,7 +181,7 @@ async def repeated(work: Callable[[bool], Coroutine[Any, Any, T]]) -> T:
     import httpx2
 
     from lorimer.client.errors import APIConnectionError, APIStatusError
-    from lorimer.client.retries import Backoff, is_transient, told_delay
+    from lorimer.client.retries import Backoff, is_transient, retry_after
 
     backoff = Backoff()
     for attempt in range(ATTEMPTS):
@@ -191,17 +191,13 @@ async def repeated(work: Callable[[bool], Coroutine[Any, Any, T]]) -> T:
         except httpx2.HTTPError as error:
             request = httpx2.Request("GET", "http://unknown")
             trouble = APIConnectionError(request, f"the download was broken off: {error or type(error).__name__}")
-        except (APIStatusError, Torn) as error:
+        except (APIStatusError, TornDownload) as error:
             trouble = error
-        if attempt == ATTEMPTS - 1 or not (is_transient(trouble) or isinstance(trouble, Torn)):
+        if attempt == ATTEMPTS - 1 or not (is_transient(trouble) or isinstance(trouble, TornDownload)):
             raise trouble
-        told = told_delay(trouble.response.headers) if isinstance(trouble, APIStatusError) else None
-        await asyncio.sleep(told or backoff.next())
+        wait = retry_after(trouble.response.headers) if isinstance(trouble, APIStatusError) else None
+        await asyncio.sleep(wait or backoff.next())
     raise AssertionError("the last attempt returns or raises")
-
-
-class Torn(CheckpointError):
-    """Less came than was announced."""
 
 
 @dataclass
@@ -218,7 +214,7 @@ class Fetch:
 
     async def run(self) -> None:
         async def attempt(is_first: bool) -> None:
-            # Addresses end; each is also put on record as a download, so that a new one is asked for only if needed.
+            # Addresses end; each is also logged as a download, so that a new one is asked for only if needed.
             await self._attempt(self.url if is_first else (await self.addresses())[self.name])
 
         await repeated(attempt)
@@ -240,7 +236,7 @@ class Fetch:
             await self._write(answer, start)
         size = self.file.stat().st_size
         if total is not None and size != total and not self.stop.is_set():
-            raise Torn(f"{self.name} has {size} bytes of {total}; the connection ended early")
+            raise TornDownload(f"{self.name} has {size} bytes of {total}; the connection ended early")
 
     def _remaining(self) -> tuple[dict[str, str], int]:
         """Ask for the rest if something is there of a file that can be told from another.

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.model import cache_directory, source_named
-from lorimer.cli.output import Format, FormatOption, examples, note, print_facts, print_json, size_text
+from lorimer.cli.output import Format, examples, note, print_facts, print_json, size_text
 from lorimer.cli.progress import Report, progress_bar
 from lorimer.cli.settings import ConfigOption
 from lorimer.errors import InvalidInput, ModelNotFound
@@ -46,6 +45,7 @@ EPILOG = examples(
 )
 
 
+@cli_command
 def export(
     source: Annotated[
         str, typer.Argument(metavar="PATH|DIRECTORY", help="tinker:// path of a checkpoint, or a LoRA directory.")
@@ -54,7 +54,7 @@ def export(
         Target,
         typer.Option("--to", help="PEFT directory, Hugging Face directory with merged weights, or file for llama.cpp."),
     ],
-    output: Annotated[
+    destination: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="What is written; a .gguf file for gguf.")
     ] = None,
     base: Annotated[
@@ -69,21 +69,18 @@ def export(
         Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf.")
     ] = None,
     config: ConfigOption = None,
-    output_format: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Write a checkpoint as a PEFT directory, merged into its base model, or as a GGUF file.
 
     The result is compared with the base and its adapter before it appears: more than rounding is refused.
     """
-    with exit_on_error():
-        check_options(to, dtype)
-        target = output or default_output(source, to)
-        with adapter_directory(source, target, base_url, api_key, data) as adapter, progress_bar() as report:
-            exported = run(adapter, to, target, base, dtype, is_checked, llama_cpp, config, report)
-        show(exported, to, output_format)
+    check_options(to, dtype)
+    target = destination or default_output(source, to)
+    with adapter_directory(source, target, options) as adapter, progress_bar() as report:
+        exported = run(adapter, to, target, base, dtype, is_checked, llama_cpp, config, report)
+    show(exported, to, options.output)
 
 
 def check_options(to: Target, dtype: Dtype) -> None:
@@ -101,9 +98,7 @@ def default_output(source: str, to: Target) -> Path:
 
 
 @contextmanager
-def adapter_directory(
-    source: str, target: Path, base_url: str | None, api_key: str | None, data: Path | None
-) -> Iterator[Path]:
+def adapter_directory(source: str, target: Path, options: ServerOptions) -> Iterator[Path]:
     """The adapter on disk: as it is, or downloaded beside the target for as long as the block runs."""
     if not source.startswith(SCHEME):
         if not Path(source).is_dir():
@@ -112,7 +107,7 @@ def adapter_directory(
         return
     from lorimer.cli.download import download_checkpoint
 
-    client = rest_client(base_url, api_key, data)
+    client = options.rest_client()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".lorimer-") as temporary:
         adapter = Path(temporary) / "adapter"

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import DataOptions, cli_command
 from lorimer.cli.moments import ago
 from lorimer.cli.output import (
-    Format,
-    FormatOption,
     examples,
     note,
     print_facts,
@@ -18,7 +16,6 @@ from lorimer.cli.output import (
     print_table,
     size_text,
 )
-from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, effective_settings
 from lorimer.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -53,54 +50,50 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
         "export LORIMER_API_KEY=$(lorimer key create ci)",
     )
 )
+@cli_command
 def create(
     user: Annotated[str, typer.Argument(help="Whose key it is; what one user makes, others do not see.")],
     name: Annotated[str, typer.Option("--name", help="What the key is for.")] = "",
     remark: Annotated[str, typer.Option("--note", help="Anything worth remembering.")] = "",
     max_stored_bytes: StoredBytesOption = None,
     requests_per_second: RateOption = None,
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """Make a key for USER and print it; it cannot be printed again.
 
     Quotas belong to the user: they hold for all of their keys together, those made before too.
     """
-    with exit_on_error():
-        from lorimer.server.control import CreateKey
+    from lorimer.server.control import CreateKey
 
-        quotas = read_quotas(max_stored_bytes, requests_per_second)
-        made = run(CreateKey(user, name or user, remark, quotas), data, database, config).keys[0]
-        if output is Format.json:
-            print_json(plain(made) | {"secret": made.secret})
-        else:
-            print(made.secret)
-            note(f"key {made.key_id} for {user}; it is not shown again")
+    quotas = read_quotas(max_stored_bytes, requests_per_second)
+    made = run(CreateKey(user, name or user, remark, quotas), options).keys[0]
+    if options.is_json:
+        print_json(plain(made) | {"secret": made.secret})
+    else:
+        print(made.secret)
+        note(f"key {made.key_id} for {user}; it is not shown again")
 
 
 @app.command(name="list", epilog=examples("lorimer key list", "lorimer key list -f json --data ./data"))
+@cli_command
 def list_(
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """List all keys; of the secrets, only how they begin.
 
     `stored` is what the checkpoints of the key's user take up, of what their quota allows; `rate` their requests per
     second.
     """
-    with exit_on_error():
-        from lorimer.server.control import ListKeys
+    from lorimer.server.control import ListKeys
 
-        keys = run(ListKeys(), data, database, config).keys
-        if output is Format.json:
-            print_json([plain(key) for key in keys])
-        else:
-            columns = ["id", "user", "begins with", "name", "created", "last used", "state", "stored", "rate", "note"]
-            print_table(columns, [row(key) for key in keys])
+    keys = run(ListKeys(), options).keys
+    if options.is_json:
+        print_json([plain(key) for key in keys])
+    else:
+        columns = ["id", "user", "begins with", "name", "created", "last used", "state", "stored", "rate", "note"]
+        print_table(columns, [row(key) for key in keys])
 
 
 @app.command(
@@ -108,55 +101,51 @@ def list_(
         "lorimer key quota alice --max-stored-bytes 50GB", "lorimer key quota alice --requests-per-second 0"
     )
 )
+@cli_command
 def quota(
     user: Annotated[str, typer.Argument(help="Whose quotas; they hold for all keys of the user together.")],
     max_stored_bytes: StoredBytesOption = None,
     requests_per_second: RateOption = None,
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """Show the quotas of USER, or change them; a running server follows within seconds."""
-    with exit_on_error():
-        from lorimer.server.control import SetQuotas
+    from lorimer.server.control import SetQuotas
 
-        quotas = read_quotas(max_stored_bytes, requests_per_second)
-        keys = run(SetQuotas(user, quotas), data, database, config).keys
-        if not keys:
-            raise NotFound(f"user {user!r} has no key; `lorimer key create` makes one, with quotas")
-        shown = keys[0]
-        if output is Format.json:
-            names = ("user", "stored_bytes", "max_stored_bytes", "requests_per_second")
-            print_json({name: value for name, value in plain(shown).items() if name in names})
-        else:
-            print_facts({"user": shown.user, "stored": stored_text(shown), "requests": rate_text(shown)})
+    quotas = read_quotas(max_stored_bytes, requests_per_second)
+    keys = run(SetQuotas(user, quotas), options).keys
+    if not keys:
+        raise NotFound(f"user {user!r} has no key; `lorimer key create` makes one, with quotas")
+    shown = keys[0]
+    if options.is_json:
+        names = ("user", "stored_bytes", "max_stored_bytes", "requests_per_second")
+        print_json({name: value for name, value in plain(shown).items() if name in names})
+    else:
+        print_facts({"user": shown.user, "stored": stored_text(shown), "requests": rate_text(shown)})
 
 
 @app.command(epilog=examples("lorimer key revoke 3"))
+@cli_command
 def revoke(
     key_id: Annotated[int, typer.Argument(help="The id that `lorimer key list` shows.")],
-    data: DataOption = None,
-    database: DatabaseOption = None,
-    config: ConfigOption = None,
-    output: FormatOption = Format.table,
+    *,
+    options: DataOptions,
 ) -> None:
     """End a key: whoever uses it is refused from now on."""
-    with exit_on_error():
-        from lorimer.server.control import RevokeKey
+    from lorimer.server.control import RevokeKey
 
-        if not run(RevokeKey(key_id), data, database, config).revoked:
-            raise NotFound(f"there is no valid key {key_id}; `lorimer key list` has them")
-        if output is Format.json:
-            print_json({"key_id": key_id, "revoked": True})
-        else:
-            note(f"key {key_id} is revoked")
+    if not run(RevokeKey(key_id), options).revoked:
+        raise NotFound(f"there is no valid key {key_id}; `lorimer key list` has them")
+    if options.is_json:
+        print_json({"key_id": key_id, "revoked": True})
+    else:
+        note(f"key {key_id} is revoked")
 
 
-def run(command: "KeyCommand", data: DataOption, database: DatabaseOption, config: ConfigOption) -> "Reply":
+def run(command: "KeyCommand", options: DataOptions) -> "Reply":
     from lorimer.server.keys import run_key_command
 
-    return run_key_command(effective_settings({"data": data, "database": database}, config, None).settings, command)
+    return run_key_command(options.settings(), command)
 
 
 def plain(key: "Key") -> dict[str, object]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorimer.cli import backup, bench, chat, checkpoint, demo, doctor, export, key, model, plot, run, session, usage
-from lorimer.cli.connection import PROBE_SECONDS, DirectoryOption, KeyOption, UrlOption, find_server
-from lorimer.cli.failures import NoServer, exit_on_error, sentence
+from lorimer.cli.commands import ServerOptions, cli_command
+from lorimer.cli.connection import PROBE_SECONDS, find_server
+from lorimer.cli.failures import NoServer, sentence
 from lorimer.cli.output import Format, FormatOption, examples, note, print_json
 from lorimer.cli.settings import ConfigOption, DatabaseOption, DataOption, SetOption, effective_settings
 from lorimer.errors import InvalidInput, LorimerError, ModelNotFound, ModelRefused, StorageError
@@ -64,6 +65,7 @@ app.command(
         "lorimer serve --host 0.0.0.0 --set durability=power",
     ),
 )
+@cli_command
 def serve(
     model: Annotated[
         list[str] | None,
@@ -94,20 +96,19 @@ def serve(
         "log_format": log_format,
         "log_level": log_level,
     }
-    with exit_on_error():
-        effective = effective_settings(flags, config, set_)
+    effective = effective_settings(flags, config, set_)
 
-        settings = effective.settings
-        check_models(settings)
+    settings = effective.settings
+    check_models(settings)
 
-        from rich.console import Console
+    from rich.console import Console
 
-        from lorimer.server.banner import Banner
-        from lorimer.server.logs import configure_logs
-        from lorimer.server.serve import run
+    from lorimer.server.banner import Banner
+    from lorimer.server.logs import configure_logs
+    from lorimer.server.serve import run
 
-        configure_logs(settings.log_format, settings.log_level)
-        run(settings, Banner(Console(file=sys.stdout, emoji=False)))
+    configure_logs(settings.log_format, settings.log_level)
+    run(settings, Banner(Console(file=sys.stdout, emoji=False)))
 
 
 def check_models(settings: "Settings") -> None:
@@ -131,6 +132,7 @@ app.command(rich_help_panel=SERVICE, epilog=doctor.EPILOG)(doctor.doctor)
 @app.command(
     rich_help_panel=SERVICE, epilog=examples("lorimer config > lorimer.toml", "lorimer config --set port=9000")
 )
+@cli_command
 def config(
     file: ConfigOption = None,
     data: DataOption = None,
@@ -139,36 +141,33 @@ def config(
     output: FormatOption = Format.table,
 ) -> None:
     """Print the effective configuration as TOML, and where each value comes from."""
-    with exit_on_error():
-        effective = effective_settings({"data": data, "database": database}, file, set_)
+    effective = effective_settings({"data": data, "database": database}, file, set_)
 
-        from lorimer.server.sources import as_toml, plain
+    from lorimer.server.sources import as_toml, plain
 
-        if output is Format.json:
-            values = plain(effective.settings)
-            print_json({name: {"value": values[name], "from": effective.origins[name]} for name in values})
-        else:
-            print(as_toml(effective), end="")
+    if output is Format.json:
+        values = plain(effective.settings)
+        print_json({name: {"value": values[name], "from": effective.origins[name]} for name in values})
+    else:
+        print(as_toml(effective), end="")
 
 
 @app.command(rich_help_panel=SERVICE, epilog=examples("lorimer version", "lorimer version -f json"))
+@cli_command
 def version(
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Print the version, and that of the server if one can be reached."""
     from lorimer import __version__
 
-    with exit_on_error():
-        found = server_version(base_url, api_key, data)
-        if output is Format.json:
-            print_json({"version": __version__, "server": found})
-        else:
-            print(__version__)
-            if found:
-                print(f"server at {found['url']}: {found['version'] or 'of an unknown version'}")
+    found = server_version(options.base_url, options.api_key, options.data)
+    if options.is_json:
+        print_json({"version": __version__, "server": found})
+    else:
+        print(__version__)
+        if found:
+            print(f"server at {found['url']}: {found['version'] or 'of an unknown version'}")
 
 
 def server_version(base_url: str | None, api_key: str | None, data: Path | None) -> dict[str, str | None] | None:

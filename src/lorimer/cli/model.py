@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, find_server, named_server, served_address
-from lorimer.cli.failures import NoServer, exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
+from lorimer.cli.connection import find_server, named_server, served_address
+from lorimer.cli.failures import NoServer
 from lorimer.cli.output import Column, Format, FormatOption, examples, note, print_facts, print_json, print_table
 from lorimer.cli.output import size_text as size
 from lorimer.cli.progress import progress_bar
@@ -27,77 +28,75 @@ LOCAL = "local"
     name="list",
     epilog=examples("lorimer model list", "lorimer model list --local", "lorimer model list --base-url URL -f json"),
 )
+@cli_command
 def list_(
     is_local: Annotated[bool, typer.Option("--local", help="What this machine has, even if a server runs.")] = False,
     config: ConfigOption = None,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """List what the server serves or, without one, the models this machine has: aliases and the hub cache."""
-    with exit_on_error():
-        url = None if is_local else served_url(base_url, data)
-        if url is None:
-            show_local(cache_directory(config), output)
-        else:
-            show_served(url, api_key, output)
+    url = None if is_local else served_url(options.base_url, options.data)
+    if url is None:
+        show_local(cache_directory(config), options.output)
+    else:
+        show_served(url, options.api_key, options.output)
 
 
 @app.command(epilog=examples("lorimer model pull smollm2-135m-instruct", "lorimer model pull Qwen/Qwen3-0.6B"))
+@cli_command
 def pull(
     name: Annotated[str, typer.Argument(help="An alias or a hub id; a .gguf file is converted.")],
     config: ConfigOption = None,
     output: FormatOption = Format.table,
 ) -> None:
     """Fetch a base model, so that serving it needs no network."""
-    with exit_on_error():
-        from lorimer.models.catalogue import directory_bytes
-        from lorimer.models.sources import resolve
+    from lorimer.models.catalogue import directory_bytes
+    from lorimer.models.sources import resolve
 
-        source = source_named(name, config)
-        with progress_bar() as report:
-            found = resolve(source, cache_directory=cache_directory(config), progress=report)
-        facts = {
-            "name": name,
-            "kind": found.kind,
-            "directory": str(found.directory),
-            "size_bytes": directory_bytes(found.directory),
-        }
-        if output is Format.json:
-            print_json(facts)
-        else:
-            print_facts(facts | {"size_bytes": None, "size": size(directory_bytes(found.directory))})
+    source = source_named(name, config)
+    with progress_bar() as report:
+        found = resolve(source, cache_directory=cache_directory(config), progress=report)
+    facts = {
+        "name": name,
+        "kind": found.kind,
+        "directory": str(found.directory),
+        "size_bytes": directory_bytes(found.directory),
+    }
+    if output is Format.json:
+        print_json(facts)
+    else:
+        print_facts(facts | {"size_bytes": None, "size": size(directory_bytes(found.directory))})
 
 
 @app.command(epilog=examples("lorimer model info lorimer/tiny", "lorimer model info ./my-model -f json"))
+@cli_command
 def info(
     source: Annotated[str, typer.Argument(metavar="SOURCE|NAME", help="A directory, .gguf file, alias or hub id.")],
     config: ConfigOption = None,
     output: FormatOption = Format.table,
 ) -> None:
     """Describe a base model: its size, what LoRA trains in it, and the memory that takes; loads no weights."""
-    with exit_on_error():
-        from lorimer.models.sources import resolve
+    from lorimer.models.sources import resolve
 
-        with progress_bar() as report:
-            report("looking for the model", None)
-            found = resolve(
-                source_named(source, config),
-                cache_directory=cache_directory(config),
-                progress=report,
-                needs_weights=False,
-            )
-            report("reading its settings", None)
-            from lorimer.models.description import describe_model
+    with progress_bar() as report:
+        report("looking for the model", None)
+        found = resolve(
+            source_named(source, config),
+            cache_directory=cache_directory(config),
+            progress=report,
+            needs_weights=False,
+        )
+        report("reading its settings", None)
+        from lorimer.models.description import describe_model
 
-            described = describe_model(found.directory)
-        if output is Format.json:
-            print_json({"name": source, "kind": found.kind, "directory": str(found.directory)} | asdict(described))
-        else:
-            print_facts({"name": source, "directory": f"{found.directory} ({found.kind})"} | facts_of(described))
-            if described.trouble:
-                note(f"lorimer: the engine refuses it: {described.trouble}")
+        described = describe_model(found.directory)
+    if output is Format.json:
+        print_json({"name": source, "kind": found.kind, "directory": str(found.directory)} | asdict(described))
+    else:
+        print_facts({"name": source, "directory": f"{found.directory} ({found.kind})"} | facts_of(described))
+        if described.trouble:
+            note(f"lorimer: the engine refuses it: {described.trouble}")
 
 
 # ── where ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,14 +1,16 @@
 """``lorimer plot``: curves of runs from their log directories."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import cli_command
 from lorimer.cli.output import Format, FormatOption, print_json
 
 
+@partial(cli_command, extra="cookbook")
 def plot(
     directories: Annotated[list[Path], typer.Argument(help="Log directories; several are drawn in the same charts.")],
     metric: Annotated[
@@ -23,18 +25,17 @@ def plot(
     output: FormatOption = Format.table,
 ) -> None:
     """Draw the curves of one or more runs: curves.png, and curves.html for a browser."""
-    with exit_on_error("cookbook"):
-        from lorimer.cookbook.plots import draw_png, read_charts, write_html
+    from lorimer.cookbook.plots import draw_png, read_charts, write_html
 
-        charts = read_charts(directories, metric or ())
-        target = output_directory or directories[0]
-        heading = title or ", ".join(path.resolve().name for path in directories)
-        files = [
-            write_html(charts, target / "curves.html", smoothing=smooth, title=heading),
-            draw_png(charts, target / "curves.png", smoothing=smooth, title=title),
-        ]
-        if output is Format.json:
-            print_json({"files": [str(path) for path in files], "metrics": [chart.metric for chart in charts]})
-        else:
-            for path in files:
-                print(path)
+    charts = read_charts(directories, metric or ())
+    target = output_directory or directories[0]
+    heading = title or ", ".join(path.resolve().name for path in directories)
+    files = [
+        write_html(charts, target / "curves.html", smoothing=smooth, title=heading),
+        draw_png(charts, target / "curves.png", smoothing=smooth, title=title),
+    ]
+    if output is Format.json:
+        print_json({"files": [str(path) for path in files], "metrics": [chart.metric for chart in charts]})
+    else:
+        for path in files:
+            print(path)

@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING
 
 from lorimer.cli.download import directory_name, download_checkpoint
 from lorimer.cli.output import note
-from lorimer.errors import CheckpointError, LorimerError
+from lorimer.errors import CheckpointError, HubError
 
 if TYPE_CHECKING:
     from lorimer.client.rest import RestClient
     from lorimer.types import WeightsInfoResponse
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-class HubError(LorimerError):
-    """The hub, or the package that talks to it, refused."""
 
 
 @dataclass(frozen=True)

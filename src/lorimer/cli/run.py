@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, collect, rest_client
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
+from lorimer.cli.connection import collect
 from lorimer.cli.moments import ago, moment_text
 from lorimer.cli.output import (
     Column,
-    Format,
-    FormatOption,
     examples,
     metadata_text,
     note,
@@ -62,33 +60,31 @@ LimitOption = Annotated[int, typer.Option("--limit", "-n", min=0, help="How many
         "lorimer run list -f json | jq -r '.runs[].training_run_id'",
     ),
 )
+@cli_command
 def list_(
     limit: LimitOption = 20,
     accessible: Annotated[
         bool, typer.Option("--accessible", help="Also runs of others that have a published checkpoint.")
     ] = False,
     project: Annotated[str | None, typer.Option("--project", help="Only runs of this project.")] = None,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """List training runs, newest first."""
-    with exit_on_error():
-        client = rest_client(base_url, api_key, data)
+    client = options.rest_client()
 
-        def fetch(limit: int, offset: int) -> tuple[list["TrainingRun"], int]:
-            scope: Any = "accessible" if accessible else "owned"
-            page = client.list_training_runs(limit, offset, scope, project).result()
-            return page.training_runs, page.cursor.total_count
+    def fetch(limit: int, offset: int) -> tuple[list["TrainingRun"], int]:
+        scope: Any = "accessible" if accessible else "owned"
+        page = client.list_training_runs(limit, offset, scope, project).result()
+        return page.training_runs, page.cursor.total_count
 
-        runs, total = collect(fetch, limit, RUNS_PER_PAGE)
-        if output is Format.json:
-            print_json({"runs": [run.model_dump(mode="json") for run in runs], "total_count": total})
-            return
-        if runs:
-            print_table(RUN_COLUMNS, [row(run) for run in runs])
-        note_rest("runs", len(runs), total)
+    runs, total = collect(fetch, limit, RUNS_PER_PAGE)
+    if options.is_json:
+        print_json({"runs": [run.model_dump(mode="json") for run in runs], "total_count": total})
+        return
+    if runs:
+        print_table(RUN_COLUMNS, [row(run) for run in runs])
+    note_rest("runs", len(runs), total)
 
 
 @app.command(
@@ -97,37 +93,35 @@ def list_(
         "lorimer run info tinker://RUN/weights/final",
     )
 )
+@cli_command
 def info(
     run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Show one training run and its checkpoints."""
-    with exit_on_error():
-        client = rest_client(base_url, api_key, data)
-        run_id = run_id_of(run)
-        found = client.get_training_run(run_id, "accessible").result()
-        checkpoints = client.list_checkpoints(run_id).result().checkpoints
-        if output is Format.json:
-            listed = [checkpoint.model_dump(mode="json") for checkpoint in checkpoints]
-            print_json(found.model_dump(mode="json") | {"checkpoints": listed})
-            return
-        print_facts(
-            {
-                "run": found.training_run_id,
-                "base model": found.base_model,
-                "rank": found.lora_rank,
-                "owner": found.model_owner,
-                "state": state(found),
-                "last request": moment_text(found.last_request_time),
-                "metadata": metadata_text(found.user_metadata),
-            }
-        )
-        if checkpoints:
-            typer.echo()
-            print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in checkpoints])
+    client = options.rest_client()
+    run_id = run_id_of(run)
+    found = client.get_training_run(run_id, "accessible").result()
+    checkpoints = client.list_checkpoints(run_id).result().checkpoints
+    if options.is_json:
+        listed = [checkpoint.model_dump(mode="json") for checkpoint in checkpoints]
+        print_json(found.model_dump(mode="json") | {"checkpoints": listed})
+        return
+    print_facts(
+        {
+            "run": found.training_run_id,
+            "base model": found.base_model,
+            "rank": found.lora_rank,
+            "owner": found.model_owner,
+            "state": state(found),
+            "last request": moment_text(found.last_request_time),
+            "metadata": metadata_text(found.user_metadata),
+        }
+    )
+    if checkpoints:
+        typer.echo()
+        print_table(CHECKPOINT_COLUMNS, [checkpoint_row(checkpoint) for checkpoint in checkpoints])
 
 
 @app.command(
@@ -137,28 +131,26 @@ def info(
         "lorimer run metrics RUN -f json | jq '.series[] | select(.name == \"loss:sum\").points'",
     )
 )
+@cli_command
 def metrics(
     run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
     name: Annotated[
         list[str] | None, typer.Option("--name", help="Only metrics called like this; * stands for anything.")
     ] = None,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Show what the engine measured in a run and what its programs reported; JSON has every point."""
-    with exit_on_error():
-        found = rest_client(base_url, api_key, data).get_metrics(run_id_of(run)).result()
-        series = [one for one in found.series if name is None or any(fnmatchcase(one.name, like) for like in name)]
-        if output is Format.json:
-            shown = [one.model_dump(mode="json", exclude_defaults=True) for one in series]
-            print_json({"series": shown, "cursor": found.cursor})
-            return
-        if series:
-            print_table(METRIC_COLUMNS, [metric_row(one) for one in series])
-        else:
-            note("no metrics")
+    found = options.rest_client().get_metrics(run_id_of(run)).result()
+    series = [one for one in found.series if name is None or any(fnmatchcase(one.name, like) for like in name)]
+    if options.is_json:
+        shown = [one.model_dump(mode="json", exclude_defaults=True) for one in series]
+        print_json({"series": shown, "cursor": found.cursor})
+        return
+    if series:
+        print_table(METRIC_COLUMNS, [metric_row(one) for one in series])
+    else:
+        note("no metrics")
 
 
 def run_id_of(text: str) -> str:

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.moments import ago
 from lorimer.cli.output import (
     Column,
-    Format,
-    FormatOption,
     examples,
     metadata_text,
     note,
@@ -45,49 +42,45 @@ SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="Id of t
 
 
 @app.command(name="list", epilog=examples("lorimer session list", "lorimer session list --name 'sql rl' -f json"))
+@cli_command
 def list_(
     limit: LimitOption = 20,
     name: Annotated[str | None, typer.Option("--name", help="Words that all occur in the session's name.")] = None,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """List sessions, newest first."""
-    with exit_on_error():
-        client = rest_client(base_url, api_key, data)
-        sessions = search(client, limit, name)
-        if output is Format.json:
-            print_json({"sessions": [session.model_dump(mode="json") for session in sessions]})
-        elif sessions:
-            print_table(COLUMNS, [row(session) for session in sessions])
-        else:
-            note("no sessions")
+    client = options.rest_client()
+    sessions = search(client, limit, name)
+    if options.is_json:
+        print_json({"sessions": [session.model_dump(mode="json") for session in sessions]})
+    elif sessions:
+        print_table(COLUMNS, [row(session) for session in sessions])
+    else:
+        note("no sessions")
 
 
 @app.command(epilog=examples("lorimer session info SESSION"))
+@cli_command
 def info(
     session_id: SessionArgument,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Show the runs and samplers of a session."""
-    with exit_on_error():
-        found = rest_client(base_url, api_key, data).get_session(session_id, "accessible").result()
-        if output is Format.json:
-            print_json({"session_id": session_id} | found.model_dump(mode="json"))
-            return
-        print_facts(
-            {
-                "session": session_id,
-                "name": found.display_name,
-                "metadata": metadata_text(found.user_metadata),
-                "runs": found.training_run_ids,
-                "samplers": found.sampler_ids,
-            }
-        )
+    found = options.rest_client().get_session(session_id, "accessible").result()
+    if options.is_json:
+        print_json({"session_id": session_id} | found.model_dump(mode="json"))
+        return
+    print_facts(
+        {
+            "session": session_id,
+            "name": found.display_name,
+            "metadata": metadata_text(found.user_metadata),
+            "runs": found.training_run_ids,
+            "samplers": found.sampler_ids,
+        }
+    )
 
 
 @app.command(
@@ -97,6 +90,7 @@ def info(
         "lorimer session export-trace SESSION --url-only",
     ),
 )
+@cli_command
 def export_trace(
     session_id: SessionArgument,
     file: Annotated[
@@ -104,30 +98,25 @@ def export_trace(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     url_only: Annotated[bool, typer.Option("--url-only", help="Print the address of the file instead.")] = False,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Write what a session did when, for https://ui.perfetto.dev or chrome://tracing."""
-    with exit_on_error():
-        target = file or Path(f"{session_id.replace('/', '_')}.json")
-        if not url_only and not force and target.exists():
-            raise InvalidInput(f"{str(target)!r} is there already; --force replaces it")
-        client = rest_client(base_url, api_key, data)
-        if url_only and client.holder.is_local:
-            raise InvalidInput("--url-only needs a server with an address: `lorimer serve`, and --base-url")
-        url = client.export_session_trace(session_id).result()
-        if not url_only:
-            from lorimer.cli.download import download_file
+    target = file or Path(f"{session_id.replace('/', '_')}.json")
+    if not url_only and not force and target.exists():
+        raise InvalidInput(f"{str(target)!r} is there already; --force replaces it")
+    client = options.rest_client()
+    if url_only and client.holder.is_local:
+        raise InvalidInput("--url-only needs a server with an address: `lorimer serve`, and --base-url")
+    url = client.export_session_trace(session_id).result()
+    if not url_only:
+        from lorimer.cli.download import download_file
 
-            download_file(client.holder, url, target)
-        if output is Format.json:
-            print_json(
-                {"session_id": session_id, "url" if url_only else "destination": url if url_only else str(target)}
-            )
-        else:
-            print(url if url_only else target)
+        download_file(client.holder, url, target)
+    if options.is_json:
+        print_json({"session_id": session_id, "url" if url_only else "destination": url if url_only else str(target)})
+    else:
+        print(url if url_only else target)
 
 
 def search(client: "RestClient", limit: int, name: str | None) -> list["SessionSummary"]:

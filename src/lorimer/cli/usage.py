@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli.connection import DirectoryOption, KeyOption, UrlOption, rest_client
-from lorimer.cli.failures import exit_on_error
+from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.moments import parse_moment
-from lorimer.cli.output import Column, Format, FormatOption, print_json, print_table, size_text
+from lorimer.cli.output import Column, print_json, print_table, size_text
 from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from lorimer.types import BillingUsageEvent
 
 HOUR = timedelta(hours=1)
-MOST_AT_ONCE = timedelta(days=14)
-"""Servers answer for no longer a time in one request."""
+MAX_PERIOD = timedelta(days=14)
+"""Servers refuse a longer period in one request."""
 COUNTS = {
     "trained": "trained_tokens",
     "prompt": "prompt_tokens",
@@ -40,45 +39,43 @@ class By(StrEnum):
     hour = "hour"
 
 
+@cli_command
 def usage(
     since: Annotated[str, typer.Option("--from", metavar="TIME", help="A date, a time, or 7d for a week ago.")] = "7d",
     until: Annotated[str | None, typer.Option("--to", metavar="TIME", help="The end; now is the default.")] = None,
     by: Annotated[
         By, typer.Option("--by", help="What a row is: a model, session, project, user, day or hour.")
     ] = By.model,
-    output: FormatOption = Format.table,
-    base_url: UrlOption = None,
-    api_key: KeyOption = None,
-    data: DirectoryOption = None,
+    *,
+    options: ServerOptions,
 ) -> None:
     """Show the tokens trained and sampled, by model, session or day, and the size of all checkpoints.
 
     Prompt tokens that were found in the cache are counted apart. Hours are counted whole.
     """
-    with exit_on_error():
-        start, end = hours(since, until)
-        client = rest_client(base_url, api_key, data)
-        rows = grouped(events(client, start, end), by)
-        answer = client.get_current_checkpoint_storage_usage().result()
-        stored, quotas = answer.data, answer.quotas
-        num_checkpoints, num_bytes = (sum(item.checkpoint_count for item in stored), sum(i.size_bytes for i in stored))
-        if output is Format.json:
-            print_json(
-                {
-                    "from": start.isoformat(),
-                    "to": end.isoformat(),
-                    "by": by.value,
-                    "usage": [{by.value: name} | counts for name, counts in rows.items()],
-                    "storage": {"checkpoint_count": num_checkpoints, "size_bytes": num_bytes},
-                    "quotas": quotas.model_dump() if quotas else None,
-                }
-            )
-            return
-        print_usage(rows, by)
-        limit = f" of the {size_text(quotas.max_stored_bytes)} allowed" if quotas and quotas.max_stored_bytes else ""
-        print(f"\n{num_checkpoints} checkpoints are kept, {size_text(num_bytes)}{limit}")
-        if quotas and quotas.requests_per_second:
-            print(f"{quotas.requests_per_second:g} requests per second are allowed")
+    start, end = hours(since, until)
+    client = options.rest_client()
+    rows = grouped(events(client, start, end), by)
+    answer = client.get_current_checkpoint_storage_usage().result()
+    stored, quotas = answer.data, answer.quotas
+    num_checkpoints, num_bytes = (sum(item.checkpoint_count for item in stored), sum(i.size_bytes for i in stored))
+    if options.is_json:
+        print_json(
+            {
+                "from": start.isoformat(),
+                "to": end.isoformat(),
+                "by": by.value,
+                "usage": [{by.value: name} | counts for name, counts in rows.items()],
+                "storage": {"checkpoint_count": num_checkpoints, "size_bytes": num_bytes},
+                "quotas": quotas.model_dump() if quotas else None,
+            }
+        )
+        return
+    print_usage(rows, by)
+    limit = f" of the {size_text(quotas.max_stored_bytes)} allowed" if quotas and quotas.max_stored_bytes else ""
+    print(f"\n{num_checkpoints} checkpoints are kept, {size_text(num_bytes)}{limit}")
+    if quotas and quotas.requests_per_second:
+        print(f"{quotas.requests_per_second:g} requests per second are allowed")
 
 
 def hours(since: str, until: str | None) -> tuple[datetime, datetime]:
@@ -94,7 +91,7 @@ def hours(since: str, until: str | None) -> tuple[datetime, datetime]:
 
 def events(client: "RestClient", start: datetime, end: datetime) -> Iterator["BillingUsageEvent"]:
     while start < end:
-        until = min(start + MOST_AT_ONCE, end)
+        until = min(start + MAX_PERIOD, end)
         yield from client.get_billing_usage(start, until).result().data
         start = until
 

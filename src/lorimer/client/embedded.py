@@ -1,8 +1,11 @@
 """The service in this process: the same application that ``lorimer serve`` runs, called without a port.
 
-It lives on the SDK's loop, its engine in a child process; there is one for all clients of a process, and it ends with
-the program. Its settings are those of ``lorimer serve``: the environment and the file ``LORIMER_CONFIG`` names. This
+It runs on the SDK's loop, its engine in a child process; all clients of a process share one, and it ends with the
+program. Its settings are those of ``lorimer serve``: the environment and the file ``LORIMER_CONFIG`` names. This
 module is the only way from the client to the server, which need not be installed.
+
+``InProcessTransport`` streams answers with events while they are made; for others it uses the transport of httpx2,
+which waits for the end of an answer.
 """
 
 import asyncio
@@ -11,18 +14,92 @@ import concurrent.futures.thread
 import importlib
 import os
 import threading
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx2
 
 from lorimer.client.errors import TinkerError
-from lorimer.client.in_process import InProcessTransport
-from lorimer.client.loop import LoopThread, loop_thread
-from lorimer.errors import LorimerError
+from lorimer.client.futures import LoopThread, loop_thread
+from lorimer.errors import InUse, LorimerError
 
+EVENTS = "text/event-stream"
 ADDRESS = "http://127.0.0.1"
 END_SECONDS = 60.0
+
+
+class InProcessTransport(httpx2.ASGITransport):
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.headers.get("accept") != EVENTS:
+            return await super().handle_async_request(request)
+        body = await request.aread()
+        stream = _Stream(self, request, body)
+        status, headers = await stream.begin()
+        return httpx2.Response(status, headers=headers, stream=stream)
+
+
+class _Stream(httpx2.AsyncByteStream):
+    """One answer; the application runs beside its reader, and is ended when that leaves."""
+
+    def __init__(self, transport: InProcessTransport, request: httpx2.Request, body: bytes) -> None:
+        self._transport, self._request, self._body = transport, request, body
+        self._messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
+        self._is_sent = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        self._task = asyncio.create_task(self._run())
+        try:
+            start = await self._messages.get()
+        except BaseException:
+            await self.aclose()
+            raise
+        if start is None:
+            raise httpx2.ReadError("the service in this process gave no answer", request=self._request)
+        return start["status"], list(start.get("headers", []))
+
+    async def _run(self) -> None:
+        url = self._request.url
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": self._request.method,
+            "headers": [(name.lower(), value) for name, value in self._request.headers.raw],
+            "scheme": url.scheme,
+            "path": url.path,
+            "raw_path": url.raw_path.split(b"?")[0],
+            "query_string": url.query,
+            "server": (url.host, url.port),
+            "client": self._transport.client,
+            "root_path": self._transport.root_path,
+        }
+        try:
+            await self._transport.app(scope, self._receive, self._send)
+        finally:
+            self._messages.put_nowait(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._is_sent:
+            await asyncio.Event().wait()  # the reader's leaving cancels the task
+        self._is_sent = True
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self._messages.put_nowait(message)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (message := await self._messages.get()) is not None:
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body"):
+                return
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class EmbeddedService:
@@ -50,7 +127,7 @@ class EmbeddedService:
             await stack.enter_async_context(app.router.lifespan_context(app))
         except LorimerError as error:
             hint = ""
-            if type(error).__name__ == "InUse":
+            if isinstance(error, InUse):
                 hint = "; give the address of that server as base_url, or another directory as LORIMER_DATA"
             raise TinkerError(f"the service in this process cannot start: {error}{hint}") from error
         self._app, self._stack, self._settings = app, stack, settings

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 
-from lorimer.errors import LorimerError
+from lorimer.errors import LorimerError, NoServer
 from lorimer.types import RequestErrorCategory
 
 
@@ -88,7 +88,7 @@ class InternalServerError(APIStatusError):
     pass
 
 
-class APIConnectionError(APIError):
+class APIConnectionError(APIError, NoServer):
     def __init__(self, request: httpx2.Request, message: str = "Connection error.") -> None:
         super().__init__(message, request, body=None)
 

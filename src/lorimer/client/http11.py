@@ -1,8 +1,8 @@
-"""HTTP/1.1 on asyncio, for many small requests at once: one at a time on a connection, a connection for each.
+"""HTTP/1.1 on asyncio for many small concurrent requests: each gets a connection, which it returns to the pool.
 
-A request finds its connection in a time that does not grow with their number; the pool of httpx2 looks at all of them,
-and asks the system about each idle one, twice for every request. Bodies are in memory on both sides. Reading answers is
-in ``http_answers.py``; proxies are left to httpx2.
+A request finds its connection in a time that does not grow with their number; the pool of httpx2 looks at all of
+them, and asks the system about each idle one, twice for every request. Bodies are in memory on both sides. Proxies
+are left to httpx2.
 """
 
 import asyncio
@@ -12,24 +12,152 @@ from collections import deque
 
 import httpx2
 
-from lorimer.client.http_answers import AnswerReader
-
 KEEP_SECONDS = 5.0
 """An idle connection is used again within this time, which is less than servers keep it."""
 PIECE_BYTES = 256 * 1024
 OTHER_ADDRESS_SECONDS = 0.25
 """Until the next address of a host is tried too."""
 
+MAX_HEAD_BYTES = 64 * 1024
+MAX_LINE_BYTES = 1024
+
+NO_BODY = (204, 304)
+
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
+
+
+class AnswerReader:
+    """Parses one response as its bytes arrive. The body ends by its length, its last chunk or with the connection."""
+
+    def __init__(self, method: str) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = bytearray()
+        self.keeps_alive = False
+        """Whether the connection may carry another request."""
+        self._method = method
+        self._buffer = bytearray()
+        self._left: int | None = None
+        """Bytes of the body, or of the present chunk, that are missing."""
+        self._is_chunked = False
+        self._is_last_chunk = False
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.status or self._buffer)
+
+    def feed(self, data: bytes) -> bool:
+        """Parse more bytes; return whether the response is complete. Raises ``ValueError`` if it is not HTTP/1.1."""
+        self._buffer += data
+        if not self.status and not self._read_head():
+            return False
+        if self._is_chunked:
+            is_complete = self._read_chunks()
+        else:
+            self._take(len(self._buffer) if self._left is None else self._left)
+            is_complete = self._left == 0
+        if is_complete and self._buffer:
+            self.keeps_alive = False  # more than was asked for
+        return is_complete
+
+    def end(self) -> bool:
+        """Return whether the response is complete, given that the connection has ended."""
+        return bool(self.status) and not self._is_chunked and not self._left
+
+    # ── the head ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_head(self) -> bool:
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            first, *lines = bytes(self._buffer[:end]).split(b"\r\n")
+            del self._buffer[: end + 4]
+            version, _, rest = first.partition(b" ")
+            if version not in (b"HTTP/1.1", b"HTTP/1.0") or not rest[:3].isdigit():
+                raise ValueError(f"it begins with {first[:60]!r}")
+            status = int(rest[:3])
+            if status >= 200:  # others announce it
+                self.status, self.headers = status, [_header(line) for line in lines]
+                self._plan_body(version)
+                return True
+        if len(self._buffer) > MAX_HEAD_BYTES:
+            raise ValueError(f"its headers are longer than {MAX_HEAD_BYTES} bytes")
+        return False
+
+    def _plan_body(self, version: bytes) -> None:
+        found: dict[bytes, bytes] = {}
+        for name, value in self.headers:
+            key = name.lower()
+            found[key] = found[key] + b"," + value if key in found else value
+        self._is_chunked = found.get(b"transfer-encoding", b"").lower().endswith(b"chunked")
+        lengths = {part.strip() for part in found.get(b"content-length", b"").split(b",") if part.strip()}
+        if self._method == "HEAD" or self.status in NO_BODY:
+            self._is_chunked, self._left = False, 0
+        elif not self._is_chunked and lengths:
+            if len(lengths) > 1 or not (length := lengths.pop()).isdigit():
+                raise ValueError("its Content-Length is no number")
+            self._left = int(length)
+        elif self._is_chunked:
+            self._left = 0
+        connection = found.get(b"connection", b"keep-alive" if version == b"HTTP/1.1" else b"close").lower()
+        self.keeps_alive = b"close" not in connection and (self._is_chunked or self._left is not None)
+
+    # ── the body ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, count: int) -> None:
+        part = self._buffer[:count]
+        del self._buffer[:count]
+        self.body += part
+        if self._left is not None:
+            self._left -= len(part)
+
+    def _read_chunks(self) -> bool:
+        """Each chunk is its size in hexadecimal digits, its bytes and a line break; after the last come headers."""
+        while True:
+            if self._left:
+                self._take(self._left)
+                if self._left:
+                    return False
+            line = self._read_line()
+            if line is None:
+                return False
+            if self._is_last_chunk:
+                if not line:
+                    return True
+            elif line:
+                self._left = _chunk_size(line)
+                self._is_last_chunk = self._left == 0
+
+    def _read_line(self) -> bytes | None:
+        end = self._buffer.find(b"\r\n")
+        if end < 0:
+            if len(self._buffer) > MAX_LINE_BYTES:
+                raise ValueError(f"the size of a chunk is {bytes(self._buffer[:60])!r}")
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 2]
+        return line
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not digits or digits.strip(b"0123456789abcdefABCDEF"):
+        raise ValueError(f"the size of a chunk is {line[:60]!r}")
+    return int(digits, 16)
+
+
+def _header(line: bytes) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(b":")
+    if not colon or name.strip() != name or not name:
+        raise ValueError(f"it has the header {line[:60]!r}")
+    return name, value.strip(b" \t")
 
 
 class Unanswered(Exception):
     """The connection ended before an answer began."""
 
 
-class Line(asyncio.Protocol):
-    """A connection. It carries one request after another; what arrives between them ends it."""
+class HTTPConnection(asyncio.Protocol):
+    """One connection. Carries one request after another; data that arrives between them closes it."""
 
     def __init__(self) -> None:
         self.is_usable = True
@@ -130,10 +258,10 @@ class Line(asyncio.Protocol):
 
 
 class HttpTransport(httpx2.AsyncBaseTransport):
-    """The connections of one client, kept for a few seconds after use."""
+    """Pools the connections of one client and keeps idle ones for a few seconds."""
 
     def __init__(self) -> None:
-        self._idle: dict[Origin, deque[Line]] = {}
+        self._idle: dict[Origin, deque[HTTPConnection]] = {}
         self._tls: ssl.SSLContext | None = None
         self._is_closed = False
 
@@ -141,38 +269,40 @@ class HttpTransport(httpx2.AsyncBaseTransport):
         url, limits = request.url, request.extensions.get("timeout", {})
         origin = (url.scheme, url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80))
         head, body = head_of(request), await request.aread()
-        while (line := self._take(origin)) is not None:
+        while (connection := self._take(origin)) is not None:
             try:
-                return await self._exchange(line, origin, request, head, body)
+                return await self._exchange(connection, origin, request, head, body)
             except Unanswered:
                 continue  # closed by the server while it was idle
         try:
-            line = await self._open(origin, limits.get("connect"))
+            connection = await self._open(origin, limits.get("connect"))
         except TimeoutError:
             raise httpx2.ConnectTimeout(f"no connection to {origin[1]}:{origin[2]} in time") from None
         except OSError as error:
             raise httpx2.ConnectError(str(error)) from error
         try:
-            return await self._exchange(line, origin, request, head, body)
+            return await self._exchange(connection, origin, request, head, body)
         except Unanswered as error:
             raise httpx2.RemoteProtocolError(f"no answer: {error}") from None
 
     async def _exchange(
-        self, line: Line, origin: Origin, request: httpx2.Request, head: bytes, body: bytes
+        self, connection: HTTPConnection, origin: Origin, request: httpx2.Request, head: bytes, body: bytes
     ) -> httpx2.Response:
         try:
-            answer = await line.exchange(head, body, request.method, request.extensions.get("timeout", {}).get("read"))
+            answer = await connection.exchange(
+                head, body, request.method, request.extensions.get("timeout", {}).get("read")
+            )
         except TimeoutError:
             raise httpx2.ReadTimeout("no answer in time") from None
-        if line.is_usable and not self._is_closed:
-            line.idle_since = time.monotonic()
-            self._idle.setdefault(origin, deque()).append(line)
+        if connection.is_usable and not self._is_closed:
+            connection.idle_since = time.monotonic()
+            self._idle.setdefault(origin, deque()).append(connection)
         else:
-            line.end()
+            connection.end()
         return httpx2.Response(answer.status, headers=answer.headers, content=bytes(answer.body), request=request)
 
-    def _take(self, origin: Origin) -> Line | None:
-        """The connection used last; those that have been idle for long are ended."""
+    def _take(self, origin: Origin) -> HTTPConnection | None:
+        """Return the connection used last, and close those that have been idle for too long."""
         idle = self._idle.get(origin)
         if not idle:
             return None
@@ -180,23 +310,23 @@ class HttpTransport(httpx2.AsyncBaseTransport):
         while idle and idle[0].idle_since < oldest:
             idle.popleft().end()
         while idle:
-            if (line := idle.pop()).is_usable:
-                return line
+            if (connection := idle.pop()).is_usable:
+                return connection
         return None
 
-    async def _open(self, origin: Origin, seconds: float | None) -> Line:
+    async def _open(self, origin: Origin, seconds: float | None) -> HTTPConnection:
         scheme, host, port = origin
         if scheme == "https" and self._tls is None:
             self._tls = httpx2.create_ssl_context()
         async with asyncio.timeout(seconds):
-            _, line = await asyncio.get_running_loop().create_connection(
-                Line,
+            _, connection = await asyncio.get_running_loop().create_connection(
+                HTTPConnection,
                 host,
                 port,
                 ssl=self._tls if scheme == "https" else None,
                 happy_eyeballs_delay=OTHER_ADDRESS_SECONDS,
             )
-        return line
+        return connection
 
     async def aclose(self) -> None:
         self._is_closed = True

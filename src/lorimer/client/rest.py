@@ -14,10 +14,10 @@ from typing import Literal
 
 from lorimer import types
 from lorimer.client.admin import AdminClient
+from lorimer.client.auth import claims_of
 from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import read_metrics
-from lorimer.client.tokens import claims_of
 from lorimer.client.transport import parse
 from lorimer.types.metrics import RunMetricsResponse
 

@@ -1,4 +1,4 @@
-"""When to try again and how long to wait: for single requests, for polls, and for whole samples."""
+"""Retries: which errors are transient, and how long to wait before the next attempt."""
 
 import asyncio
 import email.utils
@@ -20,35 +20,35 @@ LONGEST_RETRY_AFTER = 60.0
 
 
 class Backoff:
-    """Waits that double from ``first`` to ``most`` seconds, a little shorter at random."""
+    """Waits that double from ``first`` to ``longest`` seconds, a little shorter at random."""
 
-    def __init__(self, first: float = 0.25, most: float = 10.0, jitter: float = 0.25) -> None:
-        self._first, self._most, self._jitter = first, most, jitter
+    def __init__(self, first: float = 0.25, longest: float = 10.0, jitter: float = 0.25) -> None:
+        self._first, self._longest, self._jitter = first, longest, jitter
         self._count = 0
 
     def reset(self) -> None:
         self._count = 0
 
     def next(self) -> float:
-        delay = min(self._first * 2.0 ** min(self._count, 30), self._most)
+        delay = min(self._first * 2.0 ** min(self._count, 30), self._longest)
         self._count += 1
         return delay * (1 - self._jitter * random.random())
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether a retry of the same request may succeed."""
     if isinstance(error, APIConnectionError):
         return True
     if not isinstance(error, APIStatusError):
         return False
-    told = error.response.headers.get("x-should-retry")
-    if told in ("true", "false"):
-        return told == "true"
+    advice = error.response.headers.get("x-should-retry")
+    if advice in ("true", "false"):
+        return advice == "true"
     return error.status_code in (408, 409, 429) or error.status_code >= 500
 
 
-def told_delay(headers: Mapping[str, str]) -> float | None:
-    """The wait that the server asks for, if it is a sensible one."""
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that ``Retry-After`` asks for, unless they are unreasonable."""
     try:
         if text := headers.get("retry-after-ms"):
             delay = float(text) / 1000

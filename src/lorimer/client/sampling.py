@@ -15,13 +15,10 @@ from typing import Any
 import numpy as np
 
 from lorimer import types
-from lorimer.client import handles, tokenizers
-from lorimer.client.checks import check_prompt_options, check_sample
-from lorimer.client.completions import Completions
+from lorimer.client import sessions, tokenizers
 from lorimer.client.errors import APIError, APIStatusError, RateLimitError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
-from lorimer.client.polling import protobuf_result, wait_for_result
-from lorimer.client.queue_notes import QueueNotes
+from lorimer.client.polling import Completions, QueueNotes, protobuf_result, wait_for_result
 from lorimer.client.retries import RetryConfig, SampleRetries
 from lorimer.client.sessions import Session
 from lorimer.client.transport import parse
@@ -30,24 +27,24 @@ from lorimer.types.tensor_json import tensor_to_json
 
 CLONE_STRIDE = 1_000_000_000
 PROMPT_TOKEN_BYTES = 10
-MOST_SUBMITS = 64
-"""At once: a server puts on record together what arrives together, and gains nothing by more."""
-MOST_SUBMITS_AFTER_REFUSAL = 10
+MAX_SUBMITS = 64
+"""Concurrent submits. A server commits together what arrives together, and gains nothing from more."""
+MAX_SUBMITS_AFTER_REFUSAL = 10
 CAREFUL_SECONDS = 10.0
 CAREFUL_FACTOR = 20
 LARGE_PROMPT_BYTES = 128 * 1024
-MOST_FETCHES = 64
+MAX_FETCHES = 64
 QUIET_SECONDS = 20.0
 """After so long without news of a sample it is asked about by itself, which also tells why it is waiting."""
-MOST_QUESTIONS = 4
+MAX_QUESTIONS = 4
 
 
 class SubmitGate:
     """Lets samples of one sampling client be submitted; fewer at a time after the server refused one."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(MOST_SUBMITS)
-        self._careful_room = asyncio.Semaphore(MOST_SUBMITS_AFTER_REFUSAL)
+        self._room = asyncio.Semaphore(MAX_SUBMITS)
+        self._careful_room = asyncio.Semaphore(MAX_SUBMITS_AFTER_REFUSAL)
         self._careful_until = 0.0
         self._closed_until = 0.0
 
@@ -91,8 +88,8 @@ class SamplingClient:
         self._next_number = 0
         self._joining = asyncio.Lock()
         self._gate = SubmitGate()
-        self._fetches = asyncio.Semaphore(MOST_FETCHES)
-        self._questions = asyncio.Semaphore(MOST_QUESTIONS)
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._questions = asyncio.Semaphore(MAX_QUESTIONS)
         self._notes = QueueNotes(f"sampling from {sampling_session_id}")
         self._completions: Completions | None = None
         config = self._connection.config
@@ -282,7 +279,7 @@ class SamplingClient:
                 )
                 clone_id = answer.client_counter
             else:
-                clone_id = handles.random_clone_id()
+                clone_id = sessions.random_clone_id()
             self._next_number = CLONE_STRIDE * clone_id
             self._clone_id = clone_id
 
@@ -313,24 +310,24 @@ class SamplingClient:
 
     # ── copies in other processes ─────────────────────────────────────────────────────────────────────
 
-    def _state(self) -> handles.SamplerState:
-        return handles.state_of(self.holder, self._sampling_session_id, self._record_stability_info)
+    def _state(self) -> sessions.SamplerState:
+        return sessions.state_of(self.holder, self._sampling_session_id, self._record_stability_info)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy, (self._state(),)
 
     def get_sampler_handle(self) -> str:
         """A text from which another process makes a client of the same weights; it holds no key."""
-        return handles.to_text(self._state())
+        return sessions.to_text(self._state())
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> "SamplingClient":
-        return _copy(handles.from_text(handle, api_key))
+        return _copy(sessions.from_text(handle, api_key))
 
 
-def _copy(state: handles.SamplerState) -> SamplingClient:
+def _copy(state: sessions.SamplerState) -> SamplingClient:
     return SamplingClient(
-        handles.session_of(state),
+        sessions.session_of(state),
         sampling_session_id=state.sampling_session_id,
         shadow=True,
         record_stability_info=state.record_stability_info,
@@ -364,3 +361,35 @@ def _check_honoured(response: types.SampleResponse, body: dict[str, Any]) -> Non
     last_n, logprobs = body.get("prompt_logprobs_last_n"), response.prompt_logprobs_np
     if last_n is not None and logprobs is not None and not np.isnan(logprobs[: len(logprobs) - last_n]).all():
         raise RuntimeError("the server scored the whole prompt; it does not know prompt_logprobs_last_n")
+
+
+def check_sample(prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> None:
+    if not isinstance(prompt, types.ModelInput):
+        raise TypeError(
+            f"prompt is a {type(prompt).__name__}; a ModelInput is accepted: ModelInput.from_ints(tokenizer.encode(…))"
+        )
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples!r}; integers from 1 are accepted")
+    if not isinstance(params, types.SamplingParams):
+        raise TypeError(f"sampling_params is a {type(params).__name__}; lorimer.types.SamplingParams is accepted")
+
+
+def check_prompt_options(
+    target_prompt_logprobs: types.TensorData | None,
+    prompt_alt_tokens_k: int,
+    prompt_logprobs_last_n: int | None,
+    include_prompt_logprobs: bool,
+) -> None:
+    if target_prompt_logprobs is not None:
+        if target_prompt_logprobs.dtype != "int64":
+            raise ValueError(f"target_prompt_logprobs is {target_prompt_logprobs.dtype}; token ids are int64")
+        if len(target_prompt_logprobs.dense_shape) != 2:
+            shape = list(target_prompt_logprobs.dense_shape)
+            raise ValueError(f"target_prompt_logprobs has shape {shape}; [len(prompt) - 1, K] is accepted")
+    if prompt_alt_tokens_k < 0:
+        raise ValueError(f"prompt_alt_tokens_k is {prompt_alt_tokens_k}; 0 or more is accepted")
+    if prompt_logprobs_last_n is not None:
+        if prompt_logprobs_last_n < 1:
+            raise ValueError(f"prompt_logprobs_last_n is {prompt_logprobs_last_n}; 1 or more is accepted")
+        if not include_prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n is accepted only with include_prompt_logprobs=True")

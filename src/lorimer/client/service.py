@@ -9,16 +9,15 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from lorimer import types
-from lorimer.client import tracing
+from lorimer.client import custom_loss
 from lorimer.client.connection import Connection
+from lorimer.client.custom_loss import LossHandle, PerDatumLossFn
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if_in_loop
-from lorimer.client.polling import json_result, wait_for_result
-from lorimer.client.queue_notes import QueueNotes
+from lorimer.client.polling import QueueNotes, json_result, wait_for_result
 from lorimer.client.rest import RestClient
 from lorimer.client.retries import RetryConfig
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
-from lorimer.client.tracing import LossHandle, PerDatumLossFn
 from lorimer.client.training import LOAD_WEIGHTS, TrainingClient
 from lorimer.client.transport import parse
 
@@ -315,7 +314,7 @@ class ServiceClient:
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, types.CustomLossInputRank]
     ) -> APIFuture[LossHandle]:
         """Trace a loss of one datum, and upload it where the server takes losses."""
-        handle = tracing.trace(fn, input_ranks, self.holder.session_id)
+        handle = custom_loss.trace(fn, input_ranks, self.holder.session_id)
         if not self._connection.config.custom_loss_server_side:
             return self._connection.run(_value(handle))
         request = types.CreateCustomLossRequest(
@@ -323,7 +322,7 @@ class ServiceClient:
             custom_loss_seq_id=self._session.next_number("custom_loss"),
             name=handle.name,
             inputs=list(handle.inputs),
-            graph=tracing.encode_graph(handle),
+            graph=custom_loss.encode_graph(handle),
         )
 
         async def upload() -> LossHandle:

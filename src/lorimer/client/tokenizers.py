@@ -1,7 +1,7 @@
 """The tokenizer of a base model: from where the server says, or from the server itself.
 
-Its files are kept in the user's cache by their content, so that they are fetched once. Loading takes ``transformers``,
-which a client need not have otherwise.
+Its files are kept in the user's cache by their content, so that they are fetched once. Loading takes
+``transformers``, which a client need not have otherwise.
 """
 
 import hashlib

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from pydantic import BaseModel
 
 from lorimer import types
-from lorimer.client import chunking, custom_loss, tokenizers
-from lorimer.client.checks import check_data
+from lorimer.client import custom_loss, tokenizers
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if_in_loop
 from lorimer.client.metrics import Reports, metric_point
-from lorimer.client.operations import Operations, Submission, json_submission
 from lorimer.client.polling import json_result, protobuf_result
 from lorimer.client.retries import RetryConfig
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
+from lorimer.client.submit import Operations, Submission, check_data, json_submission, merge_results, split_data
 from lorimer.types.compatibility import PROTOBUF
 from lorimer.types.encoding import decode_forward_backward_output, encode_training_request
 from lorimer.types.metrics import ReportMetricsResponse
 
 if TYPE_CHECKING:
-    from lorimer.client.tracing import LossHandle
+    from lorimer.client.custom_loss import LossHandle
 
 FORWARD = protobuf_result("Forward", decode_forward_backward_output)
 FORWARD_BACKWARD = protobuf_result("ForwardBackward", decode_forward_backward_output)
@@ -87,9 +86,9 @@ class TrainingClient:
 
             return encode
 
-        chunks = chunking.split(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+        chunks = split_data(data, config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
         kind = FORWARD if forward_only else FORWARD_BACKWARD
-        return self._operations.submit([encoder(*chunk) for chunk in chunks], kind, chunking.merge)
+        return self._operations.submit([encoder(*chunk) for chunk in chunks], kind, merge_results)
 
     def forward_backward_custom(
         self,

@@ -1,7 +1,7 @@
 """Requests and answers: connections of HTTP/1.1, or the service in this process, behind the same calls.
 
-``send`` does one request and turns whatever goes wrong into an exception of ``errors``; ``call`` repeats it while that
-may help. Every request that changes something carries a key by which a server knows a repetition.
+``send`` does one request and turns whatever goes wrong into an exception of ``errors``; ``call`` repeats it while
+that may help. Every request that changes something carries a key by which a server knows a repetition.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from lorimer import __version__
-from lorimer.client.credentials import Credentials
+from lorimer.client.auth import Credentials
 from lorimer.client.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -29,9 +29,9 @@ from lorimer.client.errors import (
     no_server,
     status_error,
 )
+from lorimer.client.futures import LoopThread
 from lorimer.client.http11 import HttpTransport
-from lorimer.client.loop import LoopThread
-from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, told_delay
+from lorimer.client.retries import PATIENCE_SECONDS, Backoff, is_transient, retry_after
 from lorimer.types.compatibility import NEWEST
 
 log = logging.getLogger("lorimer")
@@ -176,7 +176,7 @@ class Transport:
                 self.report(error)
                 delay = BILLING_PAUSE_SECONDS
             except APIStatusError as error:
-                delay = told_delay(error.response.headers) or backoff.next()
+                delay = retry_after(error.response.headers) or backoff.next()
                 if error.status_code in final or not is_transient(error) or time.monotonic() + delay - since > patience:
                     raise
                 self.report(error)

@@ -356,6 +356,8 @@ class Failed(Message):
     request_id: str
     category: Literal["user", "server", "cancelled"]
     error: str
+    code: Literal["", "disk_full"] = ""
+    """What the scheduler distinguishes beyond the category."""
 
 
 Command = (

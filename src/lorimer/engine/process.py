@@ -38,7 +38,7 @@ from lorimer.engine.messages import (
     decode_reply,
     encode,
 )
-from lorimer.errors import Cancelled, EngineDied, EngineError, InvalidInput
+from lorimer.errors import Cancelled, DiskFull, EngineDied, EngineError, InvalidInput
 
 Event = LoadProgress | SampleProgress
 
@@ -211,4 +211,7 @@ def _future() -> "Future[Any]":
 
 def _error(reply: Failed) -> Exception:
     kinds = {"user": InvalidInput, "server": EngineError, "cancelled": Cancelled}
-    return kinds[reply.category](reply.error)
+    error = kinds[reply.category](reply.error)
+    if reply.code == "disk_full":
+        error.__cause__ = DiskFull(reply.error)
+    return error

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -45,7 +46,7 @@ from lorimer.engine.messages import (
     decode_command,
     encode,
 )
-from lorimer.errors import LorimerError
+from lorimer.errors import LorimerError, is_disk_full
 
 
 class _Closing(BaseException):
@@ -176,10 +177,11 @@ class Worker:
 
 
 def _failure(request_id: str, error: Exception) -> Failed:
+    code: Literal["", "disk_full"] = "disk_full" if is_disk_full(error) else ""
     if isinstance(error, LorimerError):
-        return Failed(request_id=request_id, category="user", error=str(error))
+        return Failed(request_id=request_id, category="user", error=str(error), code=code)
     traceback.print_exception(error)
-    return Failed(request_id=request_id, category="server", error=f"{type(error).__name__}: {error}")
+    return Failed(request_id=request_id, category="server", error=f"{type(error).__name__}: {error}", code=code)
 
 
 def main(descriptor: int) -> None:

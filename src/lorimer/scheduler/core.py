@@ -23,6 +23,7 @@ from lorimer.errors import (
     InvalidInput,
     LorimerError,
     StorageError,
+    is_disk_full,
 )
 from lorimer.scheduler import events, journal, policies, restoring, snapshots
 from lorimer.scheduler.batching import Turn
@@ -419,7 +420,7 @@ class Core:
         text = str(error)
         if flight.target is None:
             return error
-        if "No space left" in text or "disk is full" in text:
+        if is_disk_full(error):
             return StorageError("the disk of the server is full; nothing was saved")
         return error if isinstance(error, InvalidInput) else EngineError(text)
 

@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorimer.errors import InvalidInput, LorimerError, StorageError
+from lorimer.errors import InvalidInput, LorimerError
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
 from lorimer.server import console, health
@@ -38,10 +38,6 @@ from lorimer.store.directory import DataDirectory
 
 GUESSES_SECONDS = 20.0
 """Failed lookups of so many seconds are answered in one burst."""
-
-
-class InUse(StorageError):
-    """Another server has the data directory or the database."""
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -136,15 +132,9 @@ def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
         directory.lock()
         store = Store.open(settings.database or None, directory, durability=settings.durability)
         store.lock()
-    except BaseException as error:
+    except BaseException:
         if store is not None:
             store.close()
         directory.unlock()
-        if is_in_use(error):
-            raise InUse(str(error)) from error
         raise
     return directory, store
-
-
-def is_in_use(error: BaseException) -> bool:
-    return isinstance(error, StorageError) and " is in use by " in str(error)

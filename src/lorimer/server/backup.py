@@ -26,9 +26,8 @@ import msgspec
 from sqlalchemy import URL
 
 from lorimer import __version__
-from lorimer.errors import CheckpointError, InvalidInput, StorageError
+from lorimer.errors import CheckpointError, DiskFull, InvalidInput, StorageError
 from lorimer.scheduler.manifests import is_whole
-from lorimer.server.app import InUse, is_in_use
 from lorimer.server.control import HoldFiles, held_server
 from lorimer.server.settings import Settings
 from lorimer.store.connections import database_url
@@ -108,10 +107,7 @@ def held(settings: Settings, data: Path) -> Iterator[tuple[URL, Callable[[], boo
             yield database_url(server.reply.database or None, data), server.is_connected
             return
     directory = DataDirectory(data)
-    try:
-        directory.lock()
-    except StorageError as error:
-        raise (InUse(str(error)) if is_in_use(error) else error) from error
+    directory.lock()
     try:
         yield database_url(settings.database or None, data), lambda: True
     finally:
@@ -172,7 +168,7 @@ class _Copier:
         sizes = {name: self._size(name) for name in names}
         total, done, free = sum(sizes.values()), 0, free_bytes(self._target)
         if total > free:
-            raise StorageError(
+            raise DiskFull(
                 f"the disk is full: {total} bytes are needed and {free} bytes are free in {str(self._target.parent)!r}"
             )
         for name, size in sizes.items():

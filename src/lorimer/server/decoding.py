@@ -13,7 +13,7 @@ import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lorimer import errors, types
-from lorimer.errors import InvalidInput, LorimerError, TooLarge
+from lorimer.errors import InvalidField, InvalidInput, InvalidJson, LorimerError, TooLarge
 from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.server.body_limits import sample_limits, small_limits, training_limits
 from lorimer.server.data_checks import check_sample, check_training, has_images, with_bytes
@@ -73,21 +73,12 @@ class Problem(msgspec.Struct, frozen=True):
     def error(self) -> LorimerError:
         if self.kind in _ADDRESSED:
             return _ADDRESSED[self.kind](self.message, self.model_id, self.seq_id)
-        kind = _ERRORS.get(self.kind) or getattr(errors, self.kind)
+        kind: type[LorimerError] = getattr(errors, self.kind)
         assert issubclass(kind, LorimerError)
         return kind(self.message)
 
 
-class InvalidJson(InvalidInput):
-    """A body that is no JSON, or none that is accepted."""
-
-
-class InvalidField(InvalidInput):
-    """A body with a field that does not fit."""
-
-
 _ADDRESSED = {kind.__name__: kind for kind in (InvalidTrainingRequest, TooLargeTrainingRequest)}
-_ERRORS: dict[str, type[LorimerError]] = {kind.__name__: kind for kind in (InvalidJson, InvalidField)}
 
 
 class TrainingHead(msgspec.Struct, frozen=True):

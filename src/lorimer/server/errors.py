@@ -4,7 +4,6 @@
 empty 400 for a broken proxy and sends the request again.
 """
 
-import errno
 import logging
 import re
 from collections.abc import Mapping
@@ -16,14 +15,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from lorimer import errors
-from lorimer.server.decoding import InvalidField, InvalidJson
 from lorimer.server.foreign_errors import foreign_fields
 
 logger = logging.getLogger(__name__)
 
 STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
-    InvalidJson: (400, "invalid_json"),
-    InvalidField: (422, "invalid_field"),
+    errors.InvalidJson: (400, "invalid_json"),
+    errors.InvalidField: (422, "invalid_field"),
     errors.InvalidInput: (400, "invalid_input"),
     errors.Unsupported: (400, "unsupported"),
     errors.TooLarge: (413, "too_large"),
@@ -35,6 +33,7 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.UnknownFuture: (410, "gone"),
     errors.Busy: (429, "busy"),
     errors.StorageError: (503, "storage_error"),
+    errors.DiskFull: (507, "disk_full"),
     errors.ModelRefused: (400, "model_refused"),
     errors.ModelNotFound: (404, "model_not_found"),
     errors.CheckpointError: (400, "checkpoint_error"),
@@ -78,19 +77,9 @@ def status_of(error: errors.LorimerError) -> tuple[int, str]:
     """The row of the table that is nearest to the error's class."""
     if isinstance(error, Refusal):
         return error.status, error.code
-    if isinstance(error, errors.StorageError) and is_disk_full(error):
-        return 507, "disk_full"
+    if isinstance(error, errors.StorageError) and errors.is_disk_full(error):
+        return STATUS[errors.DiskFull]
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "disk is full" in str(error) or "No space left" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def printable(text: str) -> str:

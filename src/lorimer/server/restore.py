@@ -13,8 +13,7 @@ from pathlib import Path
 
 from sqlalchemy import URL
 
-from lorimer.errors import CheckpointError, InvalidInput, StorageError
-from lorimer.server.app import InUse, is_in_use
+from lorimer.errors import CheckpointError, DiskFull, InvalidInput
 from lorimer.server.backup import (
     DATABASE,
     PLACES,
@@ -48,8 +47,6 @@ def restore(settings: Settings, source: Path, report: Report, *, replace: bool) 
         return manifest, _restore(directory, url, source, manifest, report, replace)
     except OSError as error:
         raise storage_error(error, Path(error.filename or directory.path), "be written") from error
-    except StorageError as error:
-        raise (InUse(str(error)) if is_in_use(error) else error) from error
     finally:
         directory.unlock()
 
@@ -113,7 +110,7 @@ def _stage(source: Path, manifest: Manifest, staging: Path, report: Report) -> N
     shutil.rmtree(staging, ignore_errors=True)
     free = free_bytes(staging.parent)
     if manifest.size_bytes > free:
-        raise StorageError(
+        raise DiskFull(
             f"the disk is full: {manifest.size_bytes} bytes are needed and {free} are free in {str(staging.parent)!r}"
         )
     done = 0

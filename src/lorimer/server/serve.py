@@ -24,7 +24,7 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server
 from starlette.applications import Starlette
 
-from lorimer.errors import LorimerError
+from lorimer.errors import LorimerError, PortTaken
 from lorimer.server.app import create_app
 from lorimer.server.context import Context
 from lorimer.server.settings import Settings
@@ -41,10 +41,6 @@ SWITCH_SECONDS = 0.0005
 """How long another thread may keep the interpreter from the event loop. The default of 5 ms adds up over a request."""
 
 Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
-
-
-class PortTaken(LorimerError):
-    """The address cannot be listened on."""
 
 
 class EmbeddedServer(Server):

@@ -1,6 +1,6 @@
 """Durable facts: the database, blobs and the data directory, migrations and retention. Runs in the API process."""
 
 from lorimer.store.database import Store
-from lorimer.store.directory import DataDirectory, DiskFull
+from lorimer.store.directory import DataDirectory
 
-__all__ = ["DataDirectory", "DiskFull", "Store"]
+__all__ = ["DataDirectory", "Store"]

@@ -8,8 +8,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from lorimer.errors import StorageError
-from lorimer.store.directory import DiskFull, free_bytes
+from lorimer.errors import DiskFull, InUse, StorageError
+from lorimer.store.directory import free_bytes
 
 Durability = Literal["process", "power"]
 """What an acknowledged write survives: the death of the process, or also a power cut."""
@@ -71,7 +71,7 @@ def take_server_lock(connection: Connection) -> None:
         {"high": _SERVER_LOCK >> 32, "low": _SERVER_LOCK & 0xFFFFFFFF},
     ).first()
     who = "another server" if owner is None else f"a server on {owner[1]} (backend {owner[0]}, since {owner[2]:%F %T})"
-    raise StorageError(f"the database is in use by {who}; stop it or name another database")
+    raise InUse(f"the database is in use by {who}; stop it or name another database")
 
 
 def release_server_lock(connection: Connection) -> None:

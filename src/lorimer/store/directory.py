@@ -23,16 +23,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from lorimer.errors import StorageError
+from lorimer.errors import DiskFull, InUse, StorageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _PLACES = ("weights", "snapshots", "blobs")
 _SECRET_BYTES = 32
 RESTORING = "restoring"
-
-
-class DiskFull(StorageError):
-    """There is no room left; the message has the bytes needed, where known, and the bytes free."""
 
 
 class DataDirectory:
@@ -68,7 +64,7 @@ class DataDirectory:
         except BlockingIOError:
             owner = os.pread(descriptor, 300, 0).decode("utf-8", "replace").strip() or "an unknown process"
             os.close(descriptor)
-            raise StorageError(
+            raise InUse(
                 f"the data directory {str(self.path)!r} is in use by {owner};"
                 " stop that server or choose another directory with --data"
             ) from None

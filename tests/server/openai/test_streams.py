@@ -9,7 +9,7 @@ import time
 import httpx2
 import pytest
 
-from lorimer.client.in_process import EVENTS, InProcessTransport
+from lorimer.client.embedded import EVENTS, InProcessTransport
 from lorimer.server.app import create_app
 from lorimer.server.settings import Settings
 from tests.server.openai.conftest import TINY

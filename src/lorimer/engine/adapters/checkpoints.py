@@ -11,6 +11,7 @@ A directory appears whole or not at all. Directories that PEFT wrote, which have
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -75,9 +76,15 @@ def save(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"cannot save to {directory!r}: {error}") from error
+            raise CheckpointError(f"cannot save to {directory!r}: {error}") from _system_error(error)
         raise
     return size
+
+
+def _system_error(error: OSError | SafetensorError) -> Exception:
+    """Return an error of safetensors, which names the number of a system error in its text only, as an ``OSError``."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), str(error)) if found and isinstance(error, SafetensorError) else error
 
 
 def _write_files(

@@ -8,7 +8,7 @@ from tinker import types as official
 from tinker.lib import chunked_fwdbwd_helpers as helpers
 
 from lorimer import types
-from lorimer.client import chunking
+from lorimer.client import submit
 from tests.client.examples import batch, datum
 
 SUFFIXES = ["sum", "min", "max", "mean", "slack", "hash2", "unique", "unknown"]
@@ -27,24 +27,24 @@ def test_merged_metrics_are_those_of_the_official_sdk(seed):
         metrics = {name: rng.uniform(-1e3, 1e6) for name in names}
         results.append(types.ForwardBackwardOutput("ArrayRecord", outputs(rng.randint(1, 9)), metrics))
     theirs = [official.ForwardBackwardOutput("ArrayRecord", one.loss_fn_outputs, one.metrics) for one in results]
-    assert chunking.merge_metrics(results) == helpers.combine_fwd_bwd_output_results(theirs).metrics
-    assert len(chunking.merge(results).loss_fn_outputs) == sum(len(one.loss_fn_outputs) for one in results)
+    assert submit.merge_metrics(results) == helpers.combine_fwd_bwd_output_results(theirs).metrics
+    assert len(submit.merge_results(results).loss_fn_outputs) == sum(len(one.loss_fn_outputs) for one in results)
 
 
 @pytest.mark.parametrize("name", ["loss", "a:b:sum"])
 def test_metric_names_have_one_colon(name):
     with pytest.raises(ValueError, match="colon"):
-        chunking.merge([types.ForwardBackwardOutput("", outputs(1), {name: 1.0})])
+        submit.merge_results([types.ForwardBackwardOutput("", outputs(1), {name: 1.0})])
 
 
 def test_split_keeps_order_and_limits():
     data = batch(9)
-    sizes = [chunking.estimate_bytes(one) for one in data]
+    sizes = [submit.estimate_bytes(one) for one in data]
     assert sizes[0] == 5 * (4 + 8 + 4)
-    chunks = list(chunking.split(data, 4, 400))
+    chunks = list(submit.split_data(data, 4, 400))
     assert [one for chunk, _ in chunks for one in chunk] == data
     assert all(len(chunk) <= 4 and (size <= 400 or len(chunk) == 1) for chunk, size in chunks)
-    assert [size for _, size in chunks] == [sum(map(chunking.estimate_bytes, chunk)) for chunk, _ in chunks]
+    assert [size for _, size in chunks] == [sum(map(submit.estimate_bytes, chunk)) for chunk, _ in chunks]
 
 
 def test_sparse_tensors_count_with_their_indices():
@@ -52,4 +52,4 @@ def test_sparse_tensors_count_with_their_indices():
     dense[:, 0] = 1
     tensor = types.TensorData.from_numpy_sparse(dense)
     one = types.Datum(datum().model_input, {"weights": tensor})
-    assert chunking.estimate_bytes(one) == 9 * 4 + 10 * 4 + 11 * 8 + 10 * 8
+    assert submit.estimate_bytes(one) == 9 * 4 + 10 * 4 + 11 * 8 + 10 * 8

@@ -3,7 +3,7 @@
 import logging
 
 import lorimer
-from lorimer.client.queue_notes import REPEAT_SECONDS, QueueNotes
+from lorimer.client.polling import REPEAT_SECONDS, QueueNotes
 from lorimer.types import TryAgainResponse
 from tests.conformance.servers import running_server
 
@@ -29,8 +29,8 @@ def test_reason_is_told_again_only_after_a_while(caplog):
     active = TryAgainResponse(request_id="r", queue_state="active", queue_state_reason=None)
     with caplog.at_level(logging.WARNING, logger="lorimer"):
         for answer in (active, paused, paused, active, paused):
-            notes.hear(answer)
+            notes.on_progress(answer)
         assert caplog.messages == ["training of s:train:0 is waiting: the server has no room at the moment"]
         notes._said_at -= REPEAT_SECONDS
-        notes.hear(paused)
+        notes.on_progress(paused)
     assert len(caplog.messages) == 2
