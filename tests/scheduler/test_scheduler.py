@@ -78,7 +78,7 @@ async def test_a_submit_whose_caller_hangs_up_is_carried_out(service, caplog):
     async with asyncio.timeout(60):  # nobody asks again: look at what is stored
         while [row.state for row in await service.store.read(futures.journal, run.model_id, 0)] != ["done"]:
             await asyncio.sleep(0.01)
-    # A driver that trips over the caller's absence would be started anew from the journal, and carry the request out too.
+    # A driver that trips over the caller's absence is started again from the journal and carries the request out too.
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
