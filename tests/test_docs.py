@@ -101,6 +101,29 @@ def test_readme_has_its_two_commands_and_an_example():
     assert fenced(text, "python")
 
 
+def test_reading_order_names_functions_that_are_in_the_files_it_names():
+    """Each item of the README's reading order: its plain names are defined in one of its files."""
+    section = README.read_text("utf-8").partition("## Read the code in this order")[2].partition("\n## ")[0]
+    items = [code_spans(item) for item in re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]]
+    assert len(items) > 4 and "train" in items[0]
+    for spans in items:
+        texts = [(ROOT / "src" / "lorimer" / span).read_text("utf-8") for span in spans if span.endswith(".py")]
+        names = [span for span in spans if span.isidentifier()]
+        missing = [name for name in names if not any(re.search(rf"(def|class) {name}\b", text) for text in texts)]
+        assert texts and not missing, spans
+
+
+def test_every_place_that_a_new_loss_touches_is_named():
+    """The modules of the service that list losses by name are those that ARCHITECTURE.md tells to change."""
+    (item,) = re.findall(r"^- \*\*a loss\*\*.*(?:\n  .*)*", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), re.MULTILINE)
+    package = ROOT / "src" / "lorimer"
+    sources = [
+        path for folder in ("types", "engine", "scheduler", "server") for path in (package / folder).rglob("*.py")
+    ]
+    listing = {str(path.relative_to(package)) for path in sources if '"gspo"' in path.read_text("utf-8")}
+    assert set(code_spans(item)) == listing
+
+
 EXAMPLES = fenced(README.read_text("utf-8"), "python")
 
 

@@ -151,9 +151,9 @@ def ways_to_torch(start: str, src: Path) -> list[str]:
 MODULES = sorted((SRC / "lorimer").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=[module_name(path, SRC) for path in MODULES])
-def test_module_imports_only_what_its_row_allows(path):
-    assert layer_violations(path, SRC) == []
+def test_modules_import_only_what_their_rows_allow():
+    assert len(MODULES) > 100
+    assert [violation for path in MODULES for violation in layer_violations(path, SRC)] == []
 
 
 @pytest.mark.parametrize("module", TORCH_FREE_ENGINE_MODULES)

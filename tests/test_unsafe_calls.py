@@ -57,9 +57,10 @@ def is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_no_source_runs_what_it_reads(path):
-    assert unsafe(path.read_text("utf-8")) == []
+def test_no_source_runs_what_it_reads():
+    assert len(SOURCES) > 100
+    found = {str(path.relative_to(PACKAGE)): unsafe(path.read_text("utf-8")) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Samples within a grammar: nothing outside it is drawn, the probabilities are those of what is left."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -110,6 +111,21 @@ def test_the_end_comes_without_a_token_for_it_where_nothing_else_can_follow(llam
 def test_a_wrong_grammar_is_refused_with_the_reason(llama, tokenizer, grammar):
     with pytest.raises(InvalidInput, match="the grammar is refused"):
         sample(make_sampler(llama, tokenizer), grammar)
+
+
+def test_hostile_patterns_cost_little(tokenizer):
+    """Patterns that take a backtracking matcher years: a few hundredths of a second, or the end of the sample."""
+    patterns = ["(a+)+$", "(a|aa)*b", "(.*){1,500}x", "(.*a.*){1,200}", "((a?){50}){50}a", "a{1,100000}"]
+    endless = ["(a{1,1000}){1,1000}", ".*" * 2000]
+    grammars = Grammars(tokenizer, len(tokenizer), [EOS])
+    for pattern in patterns + endless:
+        began, reason = time.process_time(), ""
+        constraint = grammars.compile(f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}")
+        for token in tokenizer.encode('"' + "a" * 300):
+            constraint.allowed(len(tokenizer))
+            reason = reason or constraint.advance(token)
+        assert ("too many expressions" in reason) == (pattern in endless), (pattern, reason)
+        assert time.process_time() - began < 2, pattern
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars(llama):

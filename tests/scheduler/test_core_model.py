@@ -7,6 +7,7 @@ and in order, every waiter got one answer, nobody starves. The last tests plant 
 import ast
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lorimer.scheduler import core, journal, policies, runs, snapshots
 from lorimer.scheduler.runs import PHASE_STEPS, STATUS_STEPS, Operation, RunState
 from lorimer.store.runs import Run
 from tests.scheduler.test_eviction import ROW as VALUES
-from tests.scheduler.world import World
+from tests.scheduler.world import LIMITS, World
 
 ROW = Run(model_id="run", **VALUES)
 
@@ -124,6 +125,26 @@ def find_bug(num_stories: int = 300) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def test_running_samples_are_counted_by_sequences():
+    """`max_running_samples` sequences run simultaneously; a request of more than that runs alone."""
+    world = World(limits=replace(LIMITS, max_running_samples=3))
+    for num_samples in (2, 2, 1, 9):
+        world.submit_sample(num_samples)
+
+    def running() -> list[int]:
+        while world.turn() or world.apply_commit() or world.engine_ready():
+            pass
+        return [one.request.num_samples for one in world.samples.values() if one.status == "running"]
+
+    seen = [running()]
+    while seen[-1]:
+        assert world.compute()
+        seen.append(running())
+    assert [9] in seen, seen
+    assert all(sum(now) <= 3 or now == [9] for now in seen), seen
+    assert max(map(len, seen)) == 2, seen
 
 
 def test_a_lost_effect_is_found(monkeypatch):

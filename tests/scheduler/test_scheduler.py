@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -67,7 +68,7 @@ async def test_a_retry_gets_the_same_future_and_other_content_is_refused(service
     assert step["metrics"]["optimizer_step"] == 1  # twenty copies were one operation
 
 
-async def test_a_submit_whose_caller_hangs_up_is_carried_out(service):
+async def test_a_submit_whose_caller_hangs_up_is_carried_out(service, caplog):
     user, session = await service.session()
     run = await service.create(user, session)
     hung_up = asyncio.ensure_future(service.train(user, run, 1))
@@ -77,6 +78,8 @@ async def test_a_submit_whose_caller_hangs_up_is_carried_out(service):
     async with asyncio.timeout(60):  # nobody asks again: look at what is stored
         while [row.state for row in await service.store.read(futures.journal, run.model_id, 0)] != ["done"]:
             await asyncio.sleep(0.01)
+    # A driver that trips over the caller's absence is started again from the journal and carries the request out too.
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_refused_numbers_are_used_up(service):

@@ -116,11 +116,14 @@ class World:
                 return payloads.encode_payload(payloads.Load(path="p", weights_name=name, optimizer=True))
         return b"data"
 
-    def submit_sample(self) -> None:
+    def submit_sample(self, num_samples: int = 1) -> None:
         self.num_requests += 1
         params = types.SamplingParams(max_tokens=4, seed=1)
         request = types.SampleRequest(
-            num_samples=1, prompt=types.ModelInput.from_ints([1]), sampling_params=params, seq_id=self.num_requests
+            num_samples=num_samples,
+            prompt=types.ModelInput.from_ints([1]),
+            sampling_params=params,
+            seq_id=self.num_requests,
         )
         sample = Sample(
             f"r{self.num_requests}", self.random.choice(["u0", "u1"]), "s", "m", "sampler", self.num_requests, "sample",

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import Engine, event
 
 from lorimer.errors import InUse
 from lorimer.server.app import running
@@ -49,13 +50,30 @@ async def test_failed_start_releases_the_directory(tmp_path):
 
 
 async def test_heartbeats_are_written_together(tmp_path):
-    async with running(settings(tmp_path, heartbeat_flush_seconds=0.05)) as context:
-        made = await new_session(context)
-        context.heartbeat(made)
-        context.heartbeat(replace(made, session_id="unknown"))
-        async with asyncio.timeout(5):
-            while (await context.store.read(sessions.get_session, made.session_id)).last_seen_at == made.last_seen_at:
-                await asyncio.sleep(0.01)
+    """One statement writes what twenty sessions sent between two flushes, each many times."""
+    updates = []
+
+    def record(connection, cursor, statement, parameters, *_):
+        if statement.startswith("UPDATE sessions"):
+            updates.append(len(parameters))
+
+    event.listen(Engine, "before_cursor_execute", record)
+    try:
+        async with running(settings(tmp_path, heartbeat_flush_seconds=0.5)) as context:
+            made = [await new_session(context) for _ in range(20)]
+            for _ in range(3):
+                for session in made:
+                    context.heartbeat(session)
+            context.heartbeat(replace(made[0], session_id="unknown"))
+            async with asyncio.timeout(30):
+                while not updates:
+                    await asyncio.sleep(0.01)
+            await context.store.write(lambda connection: None)  # behind the flush
+            found = [await context.store.read(sessions.get_session, session.session_id) for session in made]
+    finally:
+        event.remove(Engine, "before_cursor_execute", record)
+    assert updates == [21]
+    assert all(now.last_seen_at > before.last_seen_at for now, before in zip(found, made, strict=True))
 
 
 async def test_heartbeats_are_written_at_the_end(tmp_path):

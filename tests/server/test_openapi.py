@@ -3,6 +3,9 @@
 import re
 from typing import Any
 
+import pytest
+
+from lorimer import types
 from lorimer.server.openapi import Endpoint, describe
 from lorimer.server.routes import ALL_ROUTES
 
@@ -53,6 +56,17 @@ def test_bodies_have_schemas():
         "application/json",
         "application/x-protobuf",
     }
+
+
+def test_chunks_are_described_as_they_are_read():
+    """Every kind that the parser names when it meets another one, and no other."""
+    schemas = DOCUMENT["components"]["schemas"]
+    chosen = schemas["ModelInput"]["properties"]["chunks"]["items"]["oneOf"]
+    described = [schemas[one["$ref"].rpartition("/")[2]]["properties"]["type"]["const"] for one in chosen]
+    with pytest.raises(ValueError, match="video") as refused:
+        types.ModelInput.model_validate({"chunks": [{"type": "video"}]})
+    (named,) = re.findall(r"encoded_text, [\w, ]+ or \w+", str(refused.value))
+    assert sorted(described) == sorted(re.split(r", | or ", named))
 
 
 def test_no_path_and_method_is_served_twice():

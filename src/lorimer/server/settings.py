@@ -169,7 +169,7 @@ class Settings:
         int, Meaning("Most unfinished sample requests of one base model; more are answered 429.", 1)
     ] = LIMITS.max_queued_samples
     max_running_samples: Annotated[
-        int, Meaning("Sequences an engine decodes concurrently; users take turns for the rest.", 1)
+        int, Meaning("Most sequences an engine samples concurrently; a request of more than that runs alone.", 1)
     ] = LIMITS.max_running_samples
     max_losses_per_session: Annotated[int, Meaning("Most custom losses of one session.", 1)] = (
         LIMITS.max_losses_per_session
