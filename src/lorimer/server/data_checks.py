@@ -12,9 +12,8 @@ from lorimer.scheduler.translate import estimated_tokens
 from lorimer.server.settings import Settings
 from lorimer.types import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, SampleRequest
 from lorimer.types.model_input import embedded_image
-from lorimer.types.training import TrainingRequest
+from lorimer.types.training import LOSSES, TrainingRequest
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 _SHOWN_CHARS = 200
 
 

@@ -20,6 +20,9 @@ from pydantic import (
 
 from lorimer.types.base import Counter, Request, Response
 
+OPTIMIZERS = ("adamw",)
+"""The families that the service has; the engine has an update for each."""
+
 
 class OptimizerConfigBase(Request):
     """An optimiser chosen when a run is created; its other fields are the family's."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lorimer.types.base import Counter, Integer, Request, Response
 from lorimer.types.datum import Datum, LossFnOutput
@@ -12,6 +12,8 @@ ModelID = str
 LossFnType = Literal[
     "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"
 ]
+LOSSES = tuple(name for name in get_args(LossFnType) if name != "stable_reinforce")
+"""The losses that the service computes: the engine has a formula for each but ``custom``, which is uploaded."""
 
 
 class LoraConfig(Request):

@@ -8,6 +8,8 @@ from lorimer.errors import InvalidInput, TooLarge, Unsupported
 from lorimer.server import data_checks
 from lorimer.server.routes import limits
 from lorimer.server.settings import Settings
+from lorimer.types import optim as optim_types
+from lorimer.types import training as training_types
 
 SETTINGS = Settings(
     max_string_chars=64,
@@ -102,12 +104,17 @@ def test_metadata_comes_back_as_text():
     assert limits.text_metadata(None) is None
 
 
-@pytest.mark.parametrize("name", [*data_checks.LOSSES, "stable_reinforce", "Cross_Entropy", ""])
-def test_losses_are_those_of_the_engine(name):
+def test_names_of_losses_and_optimizers_are_those_the_engine_has():
     from lorimer.engine.training.losses import LOSSES
+    from lorimer.engine.training.optim import OPTIMIZERS
 
-    assert set(data_checks.LOSSES) == {*LOSSES, "custom"}
-    if name in data_checks.LOSSES:
+    assert set(training_types.LOSSES) == {*LOSSES, "custom"}
+    assert set(optim_types.OPTIMIZERS) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", [*training_types.LOSSES, "stable_reinforce", "Cross_Entropy", ""])
+def test_unknown_losses_are_refused_with_those_there_are(name):
+    if name in training_types.LOSSES:
         data_checks.check_loss(name)
         return
     with pytest.raises(Unsupported if name == "stable_reinforce" else InvalidInput, match="cross_entropy"):

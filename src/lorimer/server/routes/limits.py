@@ -10,8 +10,8 @@ from lorimer.server.data_checks import check_count
 from lorimer.server.routes.ownership import is_id, quote_id
 from lorimer.server.settings import Settings
 from lorimer.types import OptimizerConfig
+from lorimer.types.optim import OPTIMIZERS
 
-OPTIMIZERS = ("adamw",)
 LEAST_TTL_SECONDS = 3600
 MOST_TTL_SECONDS = 10 * 366 * 86_400
 MAX_SEQ_ID = 2**31 - 1
