@@ -10,7 +10,7 @@ import pytest
 
 import lorimer
 
-MAY_LOAD_TORCH = {"engine", "cluster", "cookbook", "recipes"}
+MAY_LOAD_TORCH = {"engine", "models", "cluster", "cookbook", "recipes"}
 TORCH_FREE = [
     "lorimer",
     *(
