@@ -27,6 +27,11 @@ CASES = {
         [("content", "Sure."), ("add", {"a": 1}), ("add", {"a": 1})],
     ),
     "not closed": (TAGGED, f"<tool_call>{ADD}", [("add", {"a": 1})]),
+    "a list for a name": (
+        TAGGED,
+        '<tool_call>{"name": ["add"]}</tool_call>',
+        [("content", '<tool_call>{"name": ["add"]}</tool_call>')],
+    ),
     "cut off": (TAGGED, '<tool_call>{"name": "ad', [("content", '<tool_call>{"name": "ad')]),
     "unknown tool": (
         TAGGED,
@@ -83,7 +88,7 @@ def test_a_thought_that_the_prompt_has_begun():
 
 
 def test_no_more_calls_than_wanted():
-    form = AnswerFormat(syntax=TAGGED, tools=TOOLS, most_calls=1)
+    form = AnswerFormat(syntax=TAGGED, tools=TOOLS, max_calls=1)
     assert parse(form, [f"<tool_call>{ADD}</tool_call>" * 3]) == [("add", {"a": 1})]
 
 

@@ -59,7 +59,7 @@ def test_by_default_all_cores_of_the_process_and_most_of_the_free_memory_are_use
 
 def test_auto_finds_a_device_that_works():
     device = open_device(EngineConfig(dtype="float32", num_threads=1))
-    assert torch.ones(2, device=device.torch).sum().item() == 2
+    assert torch.ones(2, device=device.handle).sum().item() == 2
 
 
 def test_used_memory_follows_allocations():

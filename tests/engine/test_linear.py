@@ -13,13 +13,13 @@ IN, OUT = 24, 36
 TARGETS = [LoraTarget("l:q", "l", "attn", IN, 20), LoraTarget("l:k", "l", "attn", IN, 16, 20)]
 
 
-def make_layer(most_packed_rows=0, bias=True):
+def make_layer(max_packed_rows=0, bias=True):
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(IN, OUT, bias=bias)
     for parameter in linear.parameters():
         parameter.data.normal_(generator=generator)
     slot = PassSlot()
-    return linear, FrozenLinear(linear, TARGETS, slot, most_packed_rows), slot
+    return linear, FrozenLinear(linear, TARGETS, slot, max_packed_rows), slot
 
 
 def make_slice(start, stop, rank, seed, names=("l:q", "l:k")):
@@ -48,10 +48,10 @@ def reference(linear, x, slices):
     return y, leaves
 
 
-@pytest.mark.parametrize("most_packed_rows", [0, ANY_ROWS], ids=["plain", "packed"])
+@pytest.mark.parametrize("max_packed_rows", [0, ANY_ROWS], ids=["plain", "packed"])
 @pytest.mark.parametrize("has_input_gradient", [True, False])
-def test_outputs_and_gradients_equal_autograd(most_packed_rows, has_input_gradient):
-    linear, layer, slot = make_layer(most_packed_rows)
+def test_outputs_and_gradients_equal_autograd(max_packed_rows, has_input_gradient):
+    linear, layer, slot = make_layer(max_packed_rows)
     slices = [make_slice(0, 4, 3, 1), make_slice(4, 9, 8, 2, ("l:k",))]
     x = torch.randn(12, IN, generator=torch.Generator().manual_seed(3))
     d_y = torch.randn(12, OUT, generator=torch.Generator().manual_seed(4))

@@ -8,9 +8,9 @@ import torch
 
 from lorimer.engine.messages import Datum, ForwardBackward
 from lorimer.engine.model.attention import group_sequences
-from lorimer.engine.model.memory import LEAST_BUDGET, MOST_BUDGET, activation_bytes_per_token, find_token_budget
+from lorimer.engine.model.memory import MAX_BUDGET, MIN_BUDGET, activation_bytes_per_token, find_token_budget
 from lorimer.engine.training.batch import AdapterSlice, Pass
-from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.engine.validation import check_operation
 from tests.engine.reference import make_adapter, open_pair
 from tests.memory import resident_peak
@@ -32,7 +32,7 @@ def test_budget_grows_with_memory_between_its_bounds(small_model):
     per_token = activation_bytes_per_token(small_model)
     sizes = [0, 10 * per_token, 500.5 * per_token, 1000.5 * per_token, 2000.5 * per_token, 1e6 * per_token]
     budgets = [find_token_budget(small_model, int(size)) for size in sizes]
-    assert budgets == [LEAST_BUDGET, LEAST_BUDGET, 500, 1000, 2000, MOST_BUDGET]
+    assert budgets == [MIN_BUDGET, MIN_BUDGET, 500, 1000, 2000, MAX_BUDGET]
 
 
 def test_a_deeper_model_takes_more_for_each_token(small_model):
@@ -81,7 +81,7 @@ def run(model, lengths, budget):
         max_context=model.max_context,
         custom_losses={},
     )
-    (result,) = Trainer(model, budget).run([Work(operation, make_adapter(model, rank=32))])
+    (result,) = Trainer(model, budget).run([TrainItem(operation, make_adapter(model, rank=32))])
     assert not isinstance(result, Exception), result
 
 

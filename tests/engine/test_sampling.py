@@ -9,7 +9,7 @@ from lorimer.engine.messages import Datum, Done, SampleProgress, SampleRequest, 
 from lorimer.engine.model.base import load_tokenizer
 from lorimer.engine.sampling.kv_cache import BLOCK
 from lorimer.engine.sampling.sampler import Sampler
-from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.models.debug import make_debug_model
 from tests.engine.reference import DENSE, MOE, checked, make_adapter, open_pair
 
@@ -28,8 +28,8 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(directory)
 
 
-def make_sampler(model, memory_bytes=1 << 26, most_rows=64, tokenizer=None):
-    return Sampler(model, tokenizer, [EOS], memory_bytes, most_rows)
+def make_sampler(model, memory_bytes=1 << 26, max_rows=64, tokenizer=None):
+    return Sampler(model, tokenizer, [EOS], memory_bytes, max_rows)
 
 
 def prompt_of(length, seed=0):
@@ -68,7 +68,7 @@ def trainer_logprobs(model, tokens, adapter=None):
             b.zero_()
     datum = Datum(tokens=tokens[:-1], loss_fn_inputs={"target_tokens": tokens[1:]})
     operation = checked([datum], "cross_entropy", model.vocab_size, forward_only=True)
-    return Trainer(model, 4096).run([Work(operation, adapter)])[0].logprobs[0]
+    return Trainer(model, 4096).run([TrainItem(operation, adapter)])[0].logprobs[0]
 
 
 @pytest.mark.parametrize("architecture", [*DENSE, *MOE])
@@ -146,7 +146,7 @@ def test_logprobs_are_of_the_temperature_scaled_distribution(llama):
 def test_draws_follow_the_distribution(llama):
     """2,000 draws against the probabilities they come from: chi-square of the ten likeliest tokens."""
     prompt = prompt_of(4)
-    sampler = make_sampler(llama, most_rows=4096)
+    sampler = make_sampler(llama, max_rows=4096)
     result = finish(sampler, request("r", prompt, None, 2000, max_tokens=1, temperature=0.7, topk_sample_logprobs=10))[
         "r"
     ]
@@ -160,7 +160,7 @@ def test_draws_follow_the_distribution(llama):
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.3), (5, 0.5), (1, 1.0)])
 def test_top_k_and_top_p_keep_only_the_likeliest(llama, top_k, top_p):
     prompt = prompt_of(4)
-    sampler = make_sampler(llama, most_rows=512)
+    sampler = make_sampler(llama, max_rows=512)
     result = finish(
         sampler, request("r", prompt, None, 300, max_tokens=1, top_k=top_k, top_p=top_p, topk_sample_logprobs=272)
     )["r"]
@@ -303,7 +303,7 @@ def test_memory_pressure_preempts_and_changes_no_result(architecture):
     model, _ = open_pair(architecture)
     requests = [request(f"r{i}", prompt_of(10 + i, i), None, 4, max_tokens=120, seed=i) for i in range(4)]
     roomy, tight = make_sampler(model), make_sampler(model)
-    tight._slab.most_positions = 500
+    tight._slab.max_positions = 500
     preempted = []
     enqueue = tight._enqueue
     tight._enqueue = lambda *args: (preempted.append(args), enqueue(*args))

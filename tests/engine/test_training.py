@@ -6,7 +6,7 @@ import torch
 from lorimer.engine.model.base import BaseModel, register_implementations
 from lorimer.engine.model.device import Device
 from lorimer.engine.training.custom_loss import CustomLoss
-from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.models.debug import tiny_model
 from tests.engine.reference import (
     DENSE,
@@ -49,7 +49,7 @@ def test_loss_logprobs_and_gradients_equal_the_reference(architecture, loss_fn):
     model, plain = open_pair(architecture)
     adapter = make_adapter(model)
     data = [make_datum(loss_fn, n, seed, model.vocab_size) for seed, n in enumerate(LENGTHS)]
-    (result,) = run(model, [Work(checked(data, loss_fn, model.vocab_size), adapter)])
+    (result,) = run(model, [TrainItem(checked(data, loss_fn, model.vocab_size), adapter)])
     loss, logprobs, gradients = run_reference(reference_of(plain, model, adapter, architecture), data, loss_fn)
     assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     for ours, theirs in zip(result.logprobs, logprobs, strict=True):
@@ -62,7 +62,7 @@ def test_cross_entropy_takes_several_targets_at_a_position(num_targets):
     model, plain = open_pair("llama")
     adapter = make_adapter(model)
     data = [make_datum("cross_entropy", n, seed, model.vocab_size, num_targets) for seed, n in enumerate((6, 11))]
-    (result,) = run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+    (result,) = run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
     loss, logprobs, gradients = run_reference(reference_of(plain, model, adapter, "llama"), data, "cross_entropy")
     assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     assert [p.shape for p in result.logprobs] == [(6, num_targets), (11, num_targets)]
@@ -81,7 +81,7 @@ def test_groups_that_are_not_trained_get_no_adapter(architecture, flags):
     model, plain = open_pair(architecture, tie_word_embeddings=True)
     adapter = make_adapter(model, **flags)
     data = [make_datum("cross_entropy", 8, 0, model.vocab_size)]
-    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+    run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
     _, _, gradients = run_reference(reference_of(plain, model, adapter, architecture), data, "cross_entropy")
     groups = {t.group for t in model.targets if t.name in adapter.weights}
     assert groups == {g for g in ("attn", "mlp", "unembed") if flags.get(f"train_{g}", True)}
@@ -93,7 +93,7 @@ def eight_runs(model):
     ranks = (1, 2, 3, 4, 8, 16, 5)
     losses = (*LOSSES, "cross_entropy")
     return [
-        Work(
+        TrainItem(
             checked([make_datum(loss, 5 + i, 50 + i, model.vocab_size) for _ in range(2)], loss, model.vocab_size),
             make_adapter(model, rank=rank, seed=20 + i),
         )
@@ -111,7 +111,7 @@ def test_gradients_do_not_depend_on_how_data_is_split_or_what_else_runs(architec
         adapter = make_adapter(model)
         size = len(data) // num_parts
         parts = [data[i : i + size] for i in range(0, len(data), size)][::order]
-        work = [Work(checked(part, loss_fn, model.vocab_size), adapter) for part in parts]
+        work = [TrainItem(checked(part, loss_fn, model.vocab_size), adapter) for part in parts]
         if together:
             half = len(crowd) // 2
             run(model, [*crowd[:half], *work, *crowd[half:]], budget)
@@ -143,9 +143,9 @@ def test_recomputing_activations_changes_nothing():
     model, _ = open_pair("gemma2")
     data = [make_datum("cross_entropy", 40, 0, model.vocab_size)]
     kept, recomputed = make_adapter(model), make_adapter(model)
-    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), kept)], budget=64)
+    run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), kept)], budget=64)
     # A sequence longer than the budget is recomputed layer by layer.
-    run(model, [Work(checked(data, "cross_entropy", model.vocab_size), recomputed)], budget=16)
+    run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), recomputed)], budget=16)
     assert_same_gradients(recomputed.grads, kept.grads, 1e-6)
 
 
@@ -153,9 +153,9 @@ def test_forward_only_scores_and_leaves_no_gradient():
     model, _ = open_pair("llama")
     data = [make_datum("ppo", 9, 0, model.vocab_size)]
     adapter = make_adapter(model)
-    (forward,) = run(model, [Work(checked(data, "ppo", model.vocab_size, forward_only=True), adapter)])
+    (forward,) = run(model, [TrainItem(checked(data, "ppo", model.vocab_size, forward_only=True), adapter)])
     assert adapter.grads is None
-    (both,) = run(model, [Work(checked(data, "ppo", model.vocab_size), adapter)])
+    (both,) = run(model, [TrainItem(checked(data, "ppo", model.vocab_size), adapter)])
     assert forward.metrics == pytest.approx(both.metrics, rel=1e-5)
     assert abs(forward.logprobs[0] - both.logprobs[0]).max() < 1e-5
 
@@ -163,7 +163,7 @@ def test_forward_only_scores_and_leaves_no_gradient():
 def test_gradients_accumulate_as_sums():
     model, _ = open_pair("llama")
     adapter = make_adapter(model)
-    work = Work(
+    work = TrainItem(
         checked([make_datum("cross_entropy", 9, 0, model.vocab_size)], "cross_entropy", model.vocab_size), adapter
     )
     run(model, [work])
@@ -177,7 +177,7 @@ def test_all_zero_weights_give_zero_loss_and_no_gradient():
     adapter = make_adapter(model)
     datum = make_datum("cross_entropy", 9, 0, model.vocab_size)
     datum.loss_fn_inputs["weights"][:] = 0
-    (result,) = run(model, [Work(checked([datum], "cross_entropy", model.vocab_size), adapter)])
+    (result,) = run(model, [TrainItem(checked([datum], "cross_entropy", model.vocab_size), adapter)])
     assert result.metrics["loss:sum"] == 0
     assert adapter.grads is None
 
@@ -189,21 +189,21 @@ def test_an_overflowing_operation_fails_alone():
     broken = make_datum("importance_sampling", 9, 0, model.vocab_size)
     broken.loss_fn_inputs["logprobs"][:] = -1e30
     batch = [
-        Work(checked([broken], "importance_sampling", model.vocab_size), bad),
-        Work(checked([datum], "importance_sampling", model.vocab_size), good),
+        TrainItem(checked([broken], "importance_sampling", model.vocab_size), bad),
+        TrainItem(checked([datum], "importance_sampling", model.vocab_size), good),
     ]
     failure, result = Trainer(model, 64).run(batch)
     assert "not finite" in str(failure)
     assert bad.grads is None
     alone = make_adapter(model)
-    (expected,) = run(model, [Work(batch[1].operation, alone)])
+    (expected,) = run(model, [TrainItem(batch[1].operation, alone)])
     assert result.metrics == expected.metrics
     assert_same_gradients(good.grads, alone.grads, 1e-6)
 
 
 def test_moe_layers_report_their_balance():
     model, _ = open_pair("qwen3_moe")
-    work = Work(
+    work = TrainItem(
         checked([make_datum("cross_entropy", 30, 0, model.vocab_size)], "cross_entropy", model.vocab_size),
         make_adapter(model),
     )
@@ -240,7 +240,7 @@ def test_the_full_logits_never_exist():
 
     torch.Tensor.log_softmax = watch
     try:
-        run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)], budget=512)
+        run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)], budget=512)
     finally:
         torch.Tensor.log_softmax = allocate
     assert 0 < largest < 400 * 150_000 / 2
@@ -254,7 +254,7 @@ def test_a_bfloat16_base_trains_float32_adapters_close_to_float32(architecture):
         register_implementations()
         model = BaseModel(tiny_model(architecture).to(dtype), Device(torch.device("cpu"), dtype, 1 << 30))
         adapter = make_adapter(model)
-        (result,) = run(model, [Work(checked(data, "cross_entropy", model.vocab_size), adapter)])
+        (result,) = run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
         assert all(f.dtype == torch.float32 for pair in adapter.grads.values() for f in pair)
         gradients.append(torch.cat([f.flatten() for pair in adapter.grads.values() for f in pair]))
         losses.append(result.metrics["loss:sum"])
@@ -286,7 +286,7 @@ def test_an_uploaded_loss_gives_the_gradients_of_its_formula():
     trainer = Trainer(model, 64)
     trainer.custom_losses["mine"] = CustomLoss.parse([(n, 1) for n in names], graph)
     operation = checked(data, "custom", model.vocab_size, config={"loss_id": "mine"}, custom=trainer.custom_losses)
-    (result,) = trainer.run([Work(operation, adapter)])
+    (result,) = trainer.run([TrainItem(operation, adapter)])
     loss, logprobs, gradients = run_reference(reference_of(plain, model, adapter, "llama"), data, "cross_entropy")
     assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     assert result.metrics["custom/total:sum"] == pytest.approx(-loss, rel=1e-4)

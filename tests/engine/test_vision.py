@@ -228,7 +228,7 @@ def test_a_sequence_that_loses_its_row_comes_out_the_same(qwen):
     sequence = SEQUENCES[0]
     request = sequence.sample(max_tokens=40, num_samples=4)
     ample, tight = open_engine(qwen), open_engine(qwen)
-    tight.sampler._slab.most_positions = 300
+    tight.sampler._slab.max_positions = 300
     expected, found = (finish(engine, request)["s"] for engine in (ample, tight))
     assert tight.sampler.num_prefilled > ample.sampler.num_prefilled, "something was computed again"
     for a, b in zip(expected.sequences, found.sequences, strict=True):

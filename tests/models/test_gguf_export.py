@@ -21,8 +21,8 @@ from lorimer.models.gguf.conversion import convert
 from lorimer.models.gguf.tokenizer import words_name
 from lorimer.models.sources import resolve
 from lorimer.models.wheels import WheelModel
-from tests.engine import gguf_files
 from tests.engine.adapters_on_disk import logits, make_adapter, make_base, peft_logits, plain_model
+from tests.models import gguf_files
 
 # PEFT 0.21 looks for the patterns of parameters among modules only, and says so though it applies them.
 pytestmark = [

@@ -14,7 +14,7 @@ from pretrain_tiny import BUNDLED, accuracy, all_questions, held_out_questions, 
 from tiny_data import documents, is_held_out, render_chat
 
 SCORES = json.loads((BUNDLED / "scores.json").read_text("utf-8"))
-MOST_BYTES = 4_000_000
+MAX_BYTES = 4_000_000
 TEXTS = {
     "empty": "",
     "space": " ",
@@ -49,7 +49,7 @@ def test_files_are_small():
         "config.json", "generation_config.json", "model.safetensors", "scores.json", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
-    assert sum(files.values()) <= MOST_BYTES
+    assert sum(files.values()) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())

@@ -140,6 +140,14 @@ def make_tool_call(name: str, arguments: Mapping[str, Any], call_id: str | None 
     return call
 
 
+def add_calls(message: Message, calls: list[ToolCall], unparsed: list[UnparsedToolCall]) -> None:
+    """Set the fields of a parsed message that has calls, or text that looks like a call and is none."""
+    if calls:
+        message["tool_calls"] = calls
+    if unparsed:
+        message["unparsed_tool_calls"] = unparsed
+
+
 def call_arguments(call: ToolCall) -> dict[str, Any]:
     """The arguments of a call as an object, however they were written."""
     arguments = call["function"]["arguments"]

@@ -12,10 +12,12 @@ from lorimer.chat.conversation import (
     Termination,
     ToolCall,
     UnparsedToolCall,
+    add_calls,
     call_arguments,
     make_tool_call,
 )
 from lorimer.chat.format_renderer import FormatRenderer, Place, Written, only_text
+from lorimer.chat.tools import read_call
 from lorimer.errors import InvalidInput, Unsupported
 
 Thinking = Literal["on", "off", "never"]
@@ -158,10 +160,7 @@ class Qwen3Renderer(FormatRenderer):
         if text.count("<tool_call>") > text.count("</tool_call>"):
             rest = text[text.rindex("<tool_call>") :]
             unparsed.append({"text": rest, "error": "the call does not end with '</tool_call>'"})
-        if calls:
-            message["tool_calls"] = calls
-        if unparsed:
-            message["unparsed_tool_calls"] = unparsed
+        add_calls(message, calls, unparsed)
         return message, termination
 
 
@@ -236,15 +235,12 @@ def _split(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedT
 def _read_call(text: str, block: str, calls: list[ToolCall], unparsed: list[UnparsedToolCall]) -> None:
     try:
         value = json.loads(text)
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise ValueError("an object with a name is needed")
-        if not isinstance(value.get("arguments"), dict):
-            raise ValueError("an object of arguments is needed")
+        name, arguments = read_call(value)
     except ValueError as error:
         unparsed.append({"text": block, "error": str(error)})
         return
     call_id = value.get("id")
-    calls.append(make_tool_call(value["name"], value["arguments"], call_id if isinstance(call_id, str) else None))
+    calls.append(make_tool_call(name, arguments, call_id if isinstance(call_id, str) else None))
 
 
 def _without_block(parts: Sequence[ContentPart]) -> list[ContentPart]:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lorimer.chat.conversation import Message, ToolCall, ToolSpec, UnparsedToolCall, make_tool_call
+from lorimer.chat.conversation import Message, ToolCall, ToolSpec, UnparsedToolCall, add_calls, make_tool_call
 from lorimer.errors import InvalidInput, LorimerError
 
 QUESTION, ANSWER, THOUGHT, FOLLOW_UP = "zqquestionqz", "zqanswerqz", "zqthoughtqz", "zqfollowqz"
 TOOL, KEY, VALUE = "zqtoolqz", "zqkeyqz", "zqvalueqz"
+MARK = "zqmarkqz"
+"""Put into a message to see whether a template writes it, and where."""
+WITH_IMAGE = [{"type": "image"}, {"type": "text", "text": MARK}]
 CALL_ID = "zqcallidz"
 """Nine letters and digits, which is all that some templates accept."""
 
@@ -23,6 +26,19 @@ class Render(Protocol):
     def __call__(
         self, messages: list[Message], *, prompt: bool = False, tools: list[ToolSpec] | None = None
     ) -> str: ...
+
+
+def writes(render: Callable[[Any], str], content: Any) -> bool:
+    """Return whether a template writes ``content``, which holds ``MARK``; ``render`` renders a user's message of it."""
+    try:
+        return MARK in render(content)
+    except InvalidInput:
+        return False
+
+
+def wants_parts(render: Callable[[Any], str]) -> bool:
+    """Return whether a template writes content that is a list of parts, and leaves it out where it is a text."""
+    return not writes(render, MARK) and writes(render, [{"type": "text", "text": MARK}])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +107,7 @@ class TemplateForm:
             said, calls, unparsed = self.call.parse(said)
             if calls or unparsed:
                 message["content"] = said.rstrip("\n")
-            if calls:
-                message["tool_calls"] = calls
-            if unparsed:
-                message["unparsed_tool_calls"] = unparsed
+            add_calls(message, calls, unparsed)
         if thought:
             message["thinking"] = thought
         return message

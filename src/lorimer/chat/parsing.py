@@ -29,7 +29,7 @@ class AnswerFormat:
     thinks_first: bool = False
     syntax: ToolSyntax | None = None
     tools: Tools | None = None
-    most_calls: int | None = None
+    max_calls: int | None = None
 
     @property
     def markers(self) -> list[str]:
@@ -125,7 +125,7 @@ class AnswerParser:
             self._is_space_dropped = False
             parts.append(Part("content", syntax.open + text + close))
             return
-        room = len(calls) if self._form.most_calls is None else self._form.most_calls - self.num_calls
+        room = len(calls) if self._form.max_calls is None else self._form.max_calls - self.num_calls
         parts += [Part("call", call=call) for call in calls[: max(0, room)]]
         self.num_calls += len(calls[: max(0, room)])
 

@@ -15,6 +15,7 @@ from lorimer.chat.conversation import (
     Termination,
     ToolCall,
     UnparsedToolCall,
+    add_calls,
     make_tool_call,
     text_of,
 )
@@ -195,10 +196,7 @@ def _read_tagged_calls(message: Message) -> None:
             calls.append(_read_call(block["text"]))
         except ValueError as error:
             unparsed.append({"text": block["text"], "error": str(error)})
-    if calls:
-        message["tool_calls"] = [*message.get("tool_calls", []), *calls]
-    if unparsed:
-        message["unparsed_tool_calls"] = unparsed
+    add_calls(message, [*message.get("tool_calls", []), *calls], unparsed)
 
 
 def _read_call(text: str) -> ToolCall:

@@ -24,16 +24,11 @@ from lorimer.chat.conversation import (
     thinking_of,
     trained_indices,
 )
-from lorimer.chat.forms import TemplateForm, learn_form
+from lorimer.chat.forms import MARK, WITH_IMAGE, TemplateForm, learn_form, wants_parts, writes
 from lorimer.chat.images import has_images, images_of, marked_parts, parts_of, placeholder_of, spread
 from lorimer.errors import InvalidInput, Unsupported
 from lorimer.types import ImageChunk, ModelInput
 from lorimer.types.images import places_of, with_images
-
-MARK = "zqmarkqz"
-"""Put into a message to see where its content begins and ends."""
-SHOWN = [{"type": "image"}, {"type": "text", "text": MARK}]
-"""Content with an image, to see whether a template has a place for it."""
 
 
 class Span(NamedTuple):
@@ -319,22 +314,23 @@ class TemplateRenderer:
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
-        return not self._writes(MARK) and self._writes([{"type": "text", "text": MARK}])
+        return wants_parts(self._render_content)
 
-    def _writes(self, content: Any) -> bool:
-        try:
-            return MARK in self._apply([{"role": "user", "content": content}])
-        except InvalidInput:
-            return False
+    @cached_property
+    def _takes_images(self) -> bool:
+        return writes(self._render_content, WITH_IMAGE)
+
+    def _render_content(self, content: Any) -> str:
+        return self._apply([{"role": "user", "content": content}])
 
     def _probes(self) -> list[str]:
         """What options may change: how a question is written, and one with an image."""
         question = self._prompt([{"role": "user", "content": "?"}])
-        return [question, self._apply([{"role": "user", "content": SHOWN}]) if self._writes(SHOWN) else ""]
+        return [question, self._render_content(WITH_IMAGE) if self._takes_images else ""]
 
     def _images(self, messages: Sequence[Message]) -> list[tuple[int, ImageChunk]]:
         images = images_of(messages, self._image_processor)
-        if images and not self._writes(SHOWN):
+        if images and not self._takes_images:
             raise Unsupported(
                 f"the chat template of {self.tokenizer.name_or_path!r} has no place for images; texts are accepted"
             )
@@ -342,7 +338,7 @@ class TemplateRenderer:
 
     def _places(self, tokens: Sequence[int], images: Sequence[ImageChunk]) -> list[int]:
         """Where the template wants the images, one for each placeholder that it has written."""
-        written = self._encode(self._apply([{"role": "user", "content": SHOWN}])) if images else []
+        written = self._encode(self._render_content(WITH_IMAGE)) if images else []
         placeholder = placeholder_of(self.tokenizer, written)
         places = places_of(tokens, placeholder)
         if len(places) != len(images):

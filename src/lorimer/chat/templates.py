@@ -15,6 +15,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lorimer.chat.forms import WITH_IMAGE, wants_parts, writes
 from lorimer.errors import InvalidInput
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,8 +28,6 @@ RESERVED = {
 have no effect here."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _SHOWN_CHARS = 300
-_MARK = "zqmarkqz"
-"""Put into a message to see whether a template writes it."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -55,18 +54,15 @@ class ChatTemplate:
     @cached_property
     def wants_parts(self) -> bool:
         """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
-        return not self._writes(_MARK) and self._writes([{"type": "text", "text": _MARK}])
+        return wants_parts(self._render_content)
 
     @cached_property
     def takes_parts(self) -> bool:
         """Whether content may hold parts that are no text."""
-        return self._writes([{"type": "image"}, {"type": "text", "text": _MARK}])
+        return writes(self._render_content, WITH_IMAGE)
 
-    def _writes(self, content: object) -> bool:
-        try:
-            return _MARK in self.render([{"role": "user", "content": content}], None)
-        except InvalidInput:
-            return False
+    def _render_content(self, content: object) -> str:
+        return self.render([{"role": "user", "content": content}], None)
 
     def reads(self, name: str) -> bool:
         """Whether the template looks at a variable of this name."""

@@ -6,12 +6,14 @@ Which way a model has is read off its chat template. Calls that cannot be parsed
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lorimer.chat.templates import ChatTemplate
 from lorimer.errors import Unsupported
+
+if TYPE_CHECKING:
+    from lorimer.chat.templates import ChatTemplate  # needs Jinja
 
 JSON_FORM = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """One way to write a value: a small model left free in its spaces may not stop making them."""
@@ -80,13 +82,23 @@ def _marker(text: str, token_of: Callable[[str], int | None]) -> str:
 # ── parsing ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+def read_call(value: object) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a call that is a JSON object; ``ValueError`` if it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("an object with a name is needed")
+    if not isinstance(value.get("arguments"), dict):
+        raise ValueError("an object of arguments is needed")
+    return value["name"], value["arguments"]
+
+
 def _parse_object(value: Any, tools: Tools) -> Call:
-    if not isinstance(value, dict) or value.get("name") not in tools:
+    """Read a call of one of ``tools``; ``parameters`` may stand for ``arguments``, and both may be absent."""
+    if isinstance(value, dict):
+        value = {"arguments": value.get("parameters", {}), **value}
+    name, arguments = read_call(value)
+    if name not in tools:
         raise ValueError("it names no tool")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        raise ValueError("its arguments are no object")
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def parse_tagged(text: str, tools: Tools) -> list[Call]:
@@ -128,8 +140,8 @@ def parse_bare(text: str, tools: Tools) -> list[Call]:
     return calls
 
 
-def syntax_of(template: ChatTemplate) -> ToolSyntax | None:
-    """How the model of this template writes calls; None where it is not known."""
+def syntax_of(template: "ChatTemplate") -> ToolSyntax | None:
+    """Return how the model of this template writes calls; None where it is not known."""
     source = template.source
     if not template.reads("tools"):
         return None
@@ -140,8 +152,3 @@ def syntax_of(template: ChatTemplate) -> ToolSyntax | None:
     if '"parameters": ' in source and "ipython" in source:
         return ToolSyntax("", "", parse_bare, arguments_name="parameters")
     return None
-
-
-def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The schemas of the parameters of tools as clients send them."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

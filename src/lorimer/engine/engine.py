@@ -42,7 +42,7 @@ from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.engine.training import optim
 from lorimer.engine.training.custom_loss import CustomLoss
-from lorimer.engine.training.trainer import Trainer, Work
+from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.engine.translation import decode_operation
 from lorimer.engine.validation import check_operation, check_sample
 from lorimer.errors import InvalidInput, NotFound
@@ -62,7 +62,7 @@ class Engine:
         report("choosing device and precision", None)
         device = open_device(config)
         report(f"loading {source.name}", None)
-        used_before = used_bytes(device.torch)
+        used_before = used_bytes(device.handle)
         self.model = load_model(source.directory, device, source.name, config.max_image_pixels)
         if config.max_context > self.model.max_context:
             raise InvalidInput(f"max_context {config.max_context} is more than the model's {self.model.max_context}")
@@ -70,7 +70,7 @@ class Engine:
         self.tokenizer = load_tokenizer(source.directory)
         self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
         # What was free at start is what the base weights were loaded into.
-        memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.torch) - used_before))
+        memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.handle) - used_before))
         budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
         self.trainer = Trainer(self.model, budget)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
@@ -111,7 +111,7 @@ class Engine:
         if lora.seed is None:
             lora = msgspec.structs.replace(lora, seed=self._new_seed(63))
         self._runs[command.model_id] = create_adapter(
-            self.model.targets, lora, command.optimizer, self.model.device.torch
+            self.model.targets, lora, command.optimizer, self.model.device.handle
         )
         return StateResult()
 
@@ -122,7 +122,7 @@ class Engine:
     ) -> list[TrainResult | Exception]:
         """Compute operations together; those that are refused or fail do so alone."""
         outcomes: list[TrainResult | Exception | None] = [None] * len(operations)
-        batch: list[tuple[int, Work]] = []
+        batch: list[tuple[int, TrainItem]] = []
         for i, operation in enumerate(operations):
             try:
                 if isinstance(operation, EncodedForwardBackward):
@@ -134,10 +134,10 @@ class Engine:
                     max_context=self.model.max_context,
                     custom_losses=self.trainer.custom_losses,
                 )
-                batch.append((i, Work(checked, self._run(operation.model_id), images)))
+                batch.append((i, TrainItem(checked, self._run(operation.model_id), images)))
             except Exception as error:
                 outcomes[i] = error
-        results = self.trainer.run([work for _, work in batch], between_passes) if batch else []
+        results = self.trainer.run([item for _, item in batch], between_passes) if batch else []
         for (i, _), result in zip(batch, results, strict=True):
             outcomes[i] = result
         return [outcome for outcome in outcomes if outcome is not None]
@@ -205,7 +205,7 @@ class Engine:
     def _load_frozen(self, directory: str) -> FrozenAdapter:
         config = checkpoints.read_config(directory)
         weights = checkpoints.load_weights(directory, self.model.targets, config)
-        on = self.model.device.torch
+        on = self.model.device.handle
         pairs = {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}
         return FrozenAdapter(pairs, config.rank, ALPHA / config.rank)
 
@@ -245,7 +245,7 @@ class Engine:
             num_samplers=len(self._samplers),
             num_sampling=self.sampler.num_running,
             num_waiting=self.sampler.num_waiting,
-            memory_bytes=used_bytes(self.model.device.torch),
+            memory_bytes=used_bytes(self.model.device.handle),
             train_tokens=self.trainer.num_tokens,
             sampled_tokens=self.sampler.num_sampled,
             prefilled_tokens=self.sampler.num_prefilled,

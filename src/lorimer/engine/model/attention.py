@@ -35,13 +35,13 @@ class AttentionGroup:
 
 
 def group_sequences(
-    lengths: list[int], starts: list[int], device: torch.device | None = None, most_waste: float = 0.2
+    lengths: list[int], starts: list[int], device: torch.device | None = None, max_waste: float = 0.2
 ) -> list[AttentionGroup]:
     """Put short sequences of like length into common groups; a small model spends its time on calls, not on sums."""
     groups: list[AttentionGroup] = []
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], starts[i])):
-        if members and not _fits(members, i, lengths, most_waste):
+        if members and not _fits(members, i, lengths, max_waste):
             groups.append(_make_group(members, lengths, starts, device))
             members = []
         members.append(i)
@@ -50,10 +50,10 @@ def group_sequences(
     return groups
 
 
-def _fits(members: list[int], i: int, lengths: list[int], most_waste: float) -> bool:
+def _fits(members: list[int], i: int, lengths: list[int], max_waste: float) -> bool:
     longest, rows = lengths[members[0]], len(members) + 1
     padding = longest * rows - sum(lengths[m] for m in members) - lengths[i]
-    return longest <= 2 * QUERY_BLOCK and rows * longest <= 4096 and padding <= most_waste * longest * rows
+    return longest <= 2 * QUERY_BLOCK and rows * longest <= 4096 and padding <= max_waste * longest * rows
 
 
 def _make_group(

@@ -81,12 +81,12 @@ class BaseModel:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.architecture = type(model).__name__
         refuse_unpackable(self.config)
-        model.requires_grad_(False).eval().to(device.torch)
+        model.requires_grad_(False).eval().to(device.handle)
         self.targets: list[LoraTarget] = find_targets(model)
         self.slot = PassSlot()
         probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
         with torch.no_grad():
-            reference = _reference_logits(model, probe, device.torch)
+            reference = _reference_logits(model, probe, device.handle)
             seen = None if isinstance(vision, str) else vision.probe()
             self._inject(model)
             self.logit_map = LogitMap()
@@ -97,7 +97,7 @@ class BaseModel:
             except (AttributeError, RuntimeError, TypeError) as error:
                 # Models that compute their attention themselves stumble over the mask they are not given.
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
-            self._probe_steps(probe[0].to(device.torch))
+            self._probe_steps(probe[0].to(device.handle))
 
     def _inject(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
@@ -119,7 +119,7 @@ class BaseModel:
                 )
             elif name in by_module:
                 module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
-                module.lorimer_anchor = torch.empty(0, device=self.device.torch, requires_grad=True)
+                module.lorimer_anchor = torch.empty(0, device=self.device.handle, requires_grad=True)
             # Attention and experts functions get their module; this is how they find the pass.
             module.lorimer_slot = self.slot
         join_siblings(part, packed_rows)
@@ -172,8 +172,8 @@ class BaseModel:
 
     def _check(self, probe: list[Tensor], reference: Tensor) -> None:
         """Compare a packed and a cached pass with the model's own, and learn what it does to its logits."""
-        lengths, on = [len(p) for p in probe], self.device.torch
-        groups = group_sequences(lengths, [0, lengths[0]], on, most_waste=0)
+        lengths, on = [len(p) for p in probe], self.device.handle
+        groups = group_sequences(lengths, [0, lengths[0]], on, max_waste=0)
         positions = torch.cat([torch.arange(n) for n in lengths])
         hidden = self.hidden(torch.cat(probe).to(on), positions.to(on), Pass([], groups=groups))
         cached = self.head.multiply(self._hidden_by_cache(probe[0].to(on))).float()
@@ -193,7 +193,7 @@ class BaseModel:
 
     def _check_images(self, images: SequenceImages, reference: Tensor) -> None:
         """Compare a sequence with an image with what the model's own forward made of it."""
-        tokens = torch.from_numpy(images.tokens).to(self.device.torch)
+        tokens = torch.from_numpy(images.tokens).to(self.device.handle)
         groups = group_sequences([len(tokens)], [0])
         positions = torch.arange(len(tokens), device=tokens.device)
         hidden = self.hidden(tokens, positions, Pass([], groups=groups), [Placement(images, 0, 0, len(tokens))])

@@ -16,19 +16,17 @@ from torch import Tensor
 from lorimer.engine.config import EngineConfig
 from lorimer.errors import InvalidInput
 
-_TorchDtype = torch.dtype  # within the class below, torch is its field
-
 
 @dataclass(frozen=True)
 class Device:
-    torch: torch.device
-    dtype: _TorchDtype
+    handle: torch.device
+    dtype: torch.dtype
     memory_bytes: int
     """What may be used besides the base weights."""
 
     @property
     def type(self) -> str:
-        return self.torch.type
+        return self.handle.type
 
     def with_float64(self, tensor: Tensor) -> Tensor:
         """``tensor`` where float64 exists: as it is, or a copy on the CPU for Apple's GPUs, which have none."""

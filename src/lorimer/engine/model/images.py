@@ -14,7 +14,7 @@ from lorimer.engine.messages import ImageFormat
 from lorimer.errors import InvalidInput, TooLarge
 
 
-def open_picture(data: bytes, file_format: ImageFormat, most_pixels: int, where: str) -> Image.Image:
+def open_picture(data: bytes, file_format: ImageFormat, max_pixels: int, where: str) -> Image.Image:
     """The picture in ``data``, as RGB; of a file with several, the first.
 
     A note of the camera on how to turn the picture is not followed: the pixels are taken as they are stored.
@@ -27,14 +27,14 @@ def open_picture(data: bytes, file_format: ImageFormat, most_pixels: int, where:
             # Reads the header only.
             picture: Image.Image = Image.open(io.BytesIO(data), formats=[name])
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-            raise _too_large(where, f"more than {Image.MAX_IMAGE_PIXELS}", most_pixels) from None
+            raise _too_large(where, f"more than {Image.MAX_IMAGE_PIXELS}", max_pixels) from None
         except Exception:  # decoders fail in many ways, and their words are for programmers
             raise InvalidInput(
                 f"{where} is no {name} file, which its format {file_format!r} says it is; accepted are whole PNG and"
                 " JPEG files under their own formats"
             ) from None
-        if picture.width * picture.height > most_pixels:
-            raise _too_large(where, f"{picture.width} x {picture.height}", most_pixels)
+        if picture.width * picture.height > max_pixels:
+            raise _too_large(where, f"{picture.width} x {picture.height}", max_pixels)
         try:
             picture.load()
             return picture.convert("RGB")
@@ -44,5 +44,5 @@ def open_picture(data: bytes, file_format: ImageFormat, most_pixels: int, where:
             ) from None
 
 
-def _too_large(where: str, size: str, most_pixels: int) -> TooLarge:
-    return TooLarge(f"{where} has {size} pixels; at most {most_pixels} in all are accepted (max_image_pixels)")
+def _too_large(where: str, size: str, max_pixels: int) -> TooLarge:
+    return TooLarge(f"{where} has {size} pixels; at most {max_pixels} in all are accepted (max_image_pixels)")

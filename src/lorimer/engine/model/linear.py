@@ -20,12 +20,12 @@ from lorimer.engine.training.batch import AdapterSlice, PassSlot
 class FrozenMatrix:
     """A frozen weight ``(O, I)``, kept a second time in the layout the CPU likes best for few rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, most_packed_rows: int, is_kept: bool = True) -> None:
-        """Without ``is_kept`` only the packed layout stays, and at most ``most_packed_rows`` rows are accepted."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, max_packed_rows: int, is_kept: bool = True) -> None:
+        """Without ``is_kept`` only the packed layout stays, and at most ``max_packed_rows`` rows are accepted."""
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._most_packed_rows = most_packed_rows
-        self._packed = pack(self.weight) if most_packed_rows else None
+        self._max_packed_rows = max_packed_rows
+        self._packed = pack(self.weight) if max_packed_rows else None
         if not is_kept:
             self.weight = self.weight[:0]
 
@@ -35,12 +35,12 @@ class FrozenMatrix:
 
     def unpack(self) -> None:
         """Give the second copy up, unless it serves any number of rows."""
-        if self._most_packed_rows < ANY_ROWS:
+        if self._max_packed_rows < ANY_ROWS:
             self._packed = None
 
     def multiply(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for ``x (rows, I)``."""
-        if self._packed is not None and len(x) <= self._most_packed_rows:
+        if self._packed is not None and len(x) <= self._max_packed_rows:
             return multiply_packed(x, self._packed, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -88,10 +88,10 @@ def _fastest(matrix: FrozenMatrix, x: Tensor) -> float:
 class FrozenLinear(nn.Module):
     """Stands where the model had an ``nn.Linear``."""
 
-    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, most_packed_rows: int) -> None:
+    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, max_packed_rows: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.matrix = FrozenMatrix(linear.weight, linear.bias, most_packed_rows)
+        self.matrix = FrozenMatrix(linear.weight, linear.bias, max_packed_rows)
         self.targets = targets
         self.slot = slot
         self.siblings: Siblings | None = None
@@ -108,7 +108,7 @@ class FrozenLinear(nn.Module):
         slices = self.slot.current.slices
         if torch.is_grad_enabled() and slices:
             y = _LoraLinear.apply(rows, self._anchor, self, slices)
-        elif self.siblings is not None and len(rows) <= self.siblings.most_rows:
+        elif self.siblings is not None and len(rows) <= self.siblings.max_rows:
             y = self.siblings.multiply(self, x, rows, slices)
         else:
             y, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
@@ -121,12 +121,12 @@ class Siblings:
     The first that is called with an input computes all and leaves the rest for the others.
     """
 
-    def __init__(self, layers: list[FrozenLinear], most_rows: int) -> None:
+    def __init__(self, layers: list[FrozenLinear], max_rows: int) -> None:
         weight = torch.cat([layer.matrix.weight for layer in layers])
         biases = [layer.matrix.bias for layer in layers]
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        self.layers, self.most_rows = layers, most_rows
-        self.matrix = FrozenMatrix(weight, bias, most_rows, is_kept=False)
+        self.layers, self.max_rows = layers, max_rows
+        self.matrix = FrozenMatrix(weight, bias, max_rows, is_kept=False)
         self._ranges: dict[int, slice] = {}
         self.targets: list[LoraTarget] = []
         start = 0
@@ -152,15 +152,15 @@ class Siblings:
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def join_siblings(model: nn.Module, most_rows: int) -> None:
+def join_siblings(model: nn.Module, max_rows: int) -> None:
     """Find layers that transformers' models always call with one input, and let them be computed together."""
     for parent in model.modules():
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
             joined = [layer for layer in layers if isinstance(layer, FrozenLinear)]
             are_alike = len({(layer.in_features, layer.matrix.bias is None) for layer in joined}) == 1
-            if most_rows and len(joined) == len(names) and are_alike:
-                siblings = Siblings(joined, min(most_rows, FEW_ROWS))
+            if max_rows and len(joined) == len(names) and are_alike:
+                siblings = Siblings(joined, min(max_rows, FEW_ROWS))
                 for layer in joined:
                     layer.siblings = siblings
                     layer.matrix.unpack()

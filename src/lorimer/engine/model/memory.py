@@ -9,17 +9,17 @@ from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base import BaseModel
 from lorimer.engine.training.batch import AdapterSlice, Pass
 
-LEAST_BUDGET, MOST_BUDGET = 256, 2048
+MIN_BUDGET, MAX_BUDGET = 256, 2048
 """Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
-_MOST_AT_ONCE = 4
+_NUM_BACKWARD_TENSORS = 4
 
 
 def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
     """Most tokens of a pass whose activations stay within ``memory_bytes``."""
     budget = int(memory_bytes / activation_bytes_per_token(model))
-    return max(LEAST_BUDGET, min(MOST_BUDGET, budget))
+    return max(MIN_BUDGET, min(MAX_BUDGET, budget))
 
 
 def activation_bytes_per_token(model: BaseModel) -> float:
@@ -27,7 +27,9 @@ def activation_bytes_per_token(model: BaseModel) -> float:
 
     The backward pass takes as much again in gradients, and for a moment some tensors of a layer's largest size.
     """
-    adapter = create_adapter(model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.torch)
+    adapter = create_adapter(
+        model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.handle
+    )
     frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
     kept: dict[int, int] = {}
 
@@ -37,7 +39,7 @@ def activation_bytes_per_token(model: BaseModel) -> float:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens = torch.arange(_PROBE_TOKENS, device=model.device.torch) % model.vocab_size
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device.handle) % model.vocab_size
     current = Pass(
         [AdapterSlice(0, _PROBE_TOKENS, adapter.weights, adapter.scale)],
         groups=group_sequences([_PROBE_TOKENS], [0]),
@@ -46,4 +48,4 @@ def activation_bytes_per_token(model: BaseModel) -> float:
         hidden = model.hidden(tokens, torch.arange(_PROBE_TOKENS, device=tokens.device), current)
     inner = 4 * _PROBE_RANK * len(model.targets)
     del hidden
-    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _MOST_AT_ONCE * max(kept.values()) / _PROBE_TOKENS
+    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _NUM_BACKWARD_TENSORS * max(kept.values()) / _PROBE_TOKENS

@@ -72,7 +72,7 @@ class _Product:
         self._layers, self._siblings = layers, layers[0].siblings
 
     def __call__(self, x: Tensor, slices: list[AdapterSlice]) -> Tensor:
-        if self._siblings is not None and len(x) <= self._siblings.most_rows:
+        if self._siblings is not None and len(x) <= self._siblings.max_rows:
             return multiply_with_adapters(x, self._siblings.matrix, self._siblings.targets, slices)[0]
         outputs = [multiply_with_adapters(x, layer.matrix, layer.targets, slices)[0] for layer in self._layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

@@ -131,8 +131,8 @@ class Placement:
 class Vision:
     """The eyes of one model."""
 
-    def __init__(self, model: Any, processor: Any, device: Device, most_pixels: int) -> None:
-        self._model, self._processor, self._device, self._most_pixels = model, processor, device, most_pixels
+    def __init__(self, model: Any, processor: Any, device: Device, max_pixels: int) -> None:
+        self._model, self._processor, self._device, self._max_pixels = model, processor, device, max_pixels
         self._embed = model.get_input_embeddings()
         self._placeholder: int = model.config.image_token_id
         has_grid = hasattr(model.base_model, "get_rope_index")
@@ -193,7 +193,7 @@ class Vision:
         return image
 
     def _prepare(self, file: ImageInput, where: str) -> dict[str, Tensor]:
-        picture = open_picture(file.data, file.format, self._most_pixels, where)
+        picture = open_picture(file.data, file.format, self._max_pixels, where)
         try:
             inputs = self._processor(images=[picture], return_tensors="pt")
         except (ValueError, ZeroDivisionError):
@@ -201,7 +201,7 @@ class Vision:
                 f"{where} has {picture.width} x {picture.height} pixels, which the image processor of this model cannot"
                 " bring into its form; a picture whose sides are less unlike is accepted"
             ) from None
-        on, dtype = self._device.torch, self._device.dtype
+        on, dtype = self._device.handle, self._device.dtype
         return {name: x.to(on, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
 
     # ── in a pass ─────────────────────────────────────────────────────────────────────────────────────
@@ -256,13 +256,13 @@ class Vision:
         inputs = self._prepare(image, "probe")
         self._fixed = len(self._look(inputs).rows_NH), inputs["pixel_values"].shape
         images = self.read(np.arange(7, dtype=np.int64), [image], "probe", 1 << 20, {})
-        tokens = torch.from_numpy(images.tokens).to(self._device.torch)
+        tokens = torch.from_numpy(images.tokens).to(self._device.handle)
         if self._merge is not None:
             inputs["mm_token_type_ids"] = torch.from_numpy(images.is_image).to(tokens)[None]
         return images, self._model(input_ids=tokens[None], use_cache=False, **inputs).logits[0].float()
 
 
-def open_vision(model: Any, directory: Path, device: Device, most_pixels: int) -> Vision | str:
+def open_vision(model: Any, directory: Path, device: Device, max_pixels: int) -> Vision | str:
     """What reads the images of ``model``, or why nothing does."""
     tower = getattr(model.config, "vision_config", None)
     if tower is None:
@@ -278,7 +278,7 @@ def open_vision(model: Any, directory: Path, device: Device, most_pixels: int) -
     processor = AutoImageProcessor.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, backend="pil"
     )
-    return Vision(model, processor, device, most_pixels)
+    return Vision(model, processor, device, max_pixels)
 
 
 def _joined(rows: Any) -> Tensor:

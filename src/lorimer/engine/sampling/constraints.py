@@ -16,7 +16,7 @@ from torch import Tensor
 from lorimer.errors import InvalidInput, Unsupported
 
 _SHOWN_CHARS = 500
-_MOST_KEPT = 32
+_MAX_COMPILED = 32
 
 
 class Constraint:
@@ -63,7 +63,7 @@ class Grammars:
         if grammar not in self._compiled:
             self._compiled[grammar] = self._compile(grammar)
         self._compiled.move_to_end(grammar)
-        if len(self._compiled) > _MOST_KEPT:
+        if len(self._compiled) > _MAX_COMPILED:
             self._compiled.popitem(last=False)
         return self._compiled[grammar].copy()
 

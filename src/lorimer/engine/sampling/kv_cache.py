@@ -87,11 +87,11 @@ class Slab:
     """Rows of keys and values, one row a sequence, all of one capacity that grows when a sequence needs it.
 
     Rows in use are always ``0 … num_rows - 1``: removing one moves the last into its place. Rows times capacity stay
-    within ``most_positions``, except that a single row always fits.
+    within ``max_positions``, except that a single row always fits.
     """
 
-    def __init__(self, most_positions: int) -> None:
-        self.most_positions = most_positions
+    def __init__(self, max_positions: int) -> None:
+        self.max_positions = max_positions
         self.lengths: list[int] = []
         self._layers: list[tuple[Tensor, Tensor]] = []
 
@@ -105,12 +105,12 @@ class Slab:
 
     def can_add(self, length: int) -> bool:
         capacity = max(self.capacity, _round_up(length + 1))
-        return not self.lengths or (self.num_rows + 1) * capacity <= self.most_positions
+        return not self.lengths or (self.num_rows + 1) * capacity <= self.max_positions
 
     def can_step(self) -> bool:
         """Whether every row may take one more position."""
         longest = max(self.lengths) + 1
-        fits = longest <= self.capacity or self.num_rows * _round_up(longest) <= self.most_positions
+        fits = longest <= self.capacity or self.num_rows * _round_up(longest) <= self.max_positions
         return fits or self.num_rows == 1
 
     def add(self, prompt: PromptCache) -> int:
@@ -152,7 +152,7 @@ class Slab:
         capacity = old if length <= old else _round_up(length)
         # Twice the rows, so that copying stays rare; never more than fits.
         rows = allocated if num_rows <= allocated else max(4, 2 * allocated)
-        rows = max(num_rows, min(rows, self.most_positions // capacity))
+        rows = max(num_rows, min(rows, self.max_positions // capacity))
         used = self.num_rows
         for i, pair in enumerate(self._layers):
             # Hidden positions are multiplied by a probability of zero, so they must be finite.

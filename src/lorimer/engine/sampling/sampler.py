@@ -135,13 +135,13 @@ class Sampler:
         tokenizer: object,
         eos_token_ids: list[int],
         memory_bytes: int,
-        most_rows: int,
+        max_rows: int,
         new_seed: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self.model, self._tokenizer, self._eos = model, tokenizer, eos_token_ids
         self._head = Head(model)
         self._grammars = Grammars(tokenizer, model.vocab_size, eos_token_ids)
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._merged = MergedAdapter(model, memory_bytes // 4)
         for_slab = int(0.75 * memory_bytes) - (self._merged.memory_bytes if self._merged.is_possible else 0)
         self._slab = Slab(max(1, for_slab // model.position_bytes))
@@ -223,7 +223,7 @@ class Sampler:
         self._fill_slab()
         if self._failed:
             return self._drop_failed()
-        can_prefill = bool(self._prefills) and len(self._ready) + len(self._rows) < self._most_rows
+        can_prefill = bool(self._prefills) and len(self._ready) + len(self._rows) < self._max_rows
         replies: list[Reply] = []
         if can_prefill and (self._prefill_next or not self._rows):
             self._prefill_next = False
@@ -309,7 +309,7 @@ class Sampler:
     def _choose_prefills(self) -> list[tuple[Prefill, int]]:
         """Prefills of the next pass, in order of arrival, and how many tokens of each; equal adapters side by side."""
         chosen: list[tuple[Prefill, int]] = []
-        room, rows = PREFILL_TOKENS, self._most_rows - len(self._ready) - len(self._rows)
+        room, rows = PREFILL_TOKENS, self._max_rows - len(self._ready) - len(self._rows)
         for prefill in self._prefills:
             if room <= 0 or rows <= 0 or (chosen and (prefill.is_alone or chosen[0][0].is_alone)):
                 break
@@ -363,7 +363,7 @@ class Sampler:
     # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
     def _fill_slab(self) -> None:
-        while self._ready and len(self._rows) < self._most_rows and self._slab.can_add(self._ready[0][1].length):
+        while self._ready and len(self._rows) < self._max_rows and self._slab.can_add(self._ready[0][1].length):
             sequence, cache = self._ready.popleft()
             try:
                 self._slab.add(cache)
@@ -407,7 +407,7 @@ class Sampler:
         # Rows in the order of adapters, so that each adapter owns one slice of the pass.
         order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].request.weights)
         sequences = [self._rows[row] for row in order]
-        device = self.model.device.torch
+        device = self.model.device.handle
         attention = DecodeAttention(self._slab, torch.tensor(order, device=device))
         tokens, positions = np.array([(s.tokens[-1], s.position) for s in sequences]).T
         slices = self._decode_slices(sequences)
@@ -424,7 +424,7 @@ class Sampler:
     def _run(
         self, tokens: np.ndarray, positions: np.ndarray, current: Pass, placements: list[Placement] | None = None
     ) -> Tensor:
-        tokens_T, positions_T = (torch.from_numpy(x).to(self.model.device.torch) for x in (tokens, positions))
+        tokens_T, positions_T = (torch.from_numpy(x).to(self.model.device.handle) for x in (tokens, positions))
         return self.model.hidden(tokens_T, positions_T, current, placements or ())
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:

@@ -27,7 +27,7 @@ from lorimer.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainItem:
     """An operation that was checked, and the run it belongs to."""
 
     operation: CheckedOperation
@@ -54,7 +54,7 @@ class _Outcome:
 class _Sequence:
     """One datum on its way through a pass."""
 
-    work: int
+    item: int
     datum: int
     tokens: Tensor
     targets: Tensor
@@ -66,8 +66,8 @@ class _Sequence:
 class _OperationFailed(Exception):
     """One operation of a batch cannot be done; the others can."""
 
-    def __init__(self, work: int, error: Exception) -> None:
-        self.work, self.error = work, error
+    def __init__(self, item: int, error: Exception) -> None:
+        self.item, self.error = item, error
 
 
 class Trainer:
@@ -78,7 +78,9 @@ class Trainer:
         self.num_tokens = 0
         self._head = Head(model)
 
-    def run(self, batch: list[Work], between_passes: Callable[[], None] | None = None) -> list[TrainResult | Exception]:
+    def run(
+        self, batch: list[TrainItem], between_passes: Callable[[], None] | None = None
+    ) -> list[TrainResult | Exception]:
         """Results in the order of ``batch``; an operation that cannot be done fails alone and changes nothing.
 
         ``between_passes`` may use the model, but not the runs of the batch.
@@ -86,15 +88,15 @@ class Trainer:
         try:
             return list(self._run_together(batch, between_passes))
         except _OperationFailed as failure:
-            results = self.run(batch[: failure.work] + batch[failure.work + 1 :], between_passes)
-            return [*results[: failure.work], failure.error, *results[failure.work :]]
+            results = self.run(batch[: failure.item] + batch[failure.item + 1 :], between_passes)
+            return [*results[: failure.item], failure.error, *results[failure.item :]]
         except Exception as error:
             # Nobody knows whose fault it is: each alone.
-            return [self.run([work], between_passes)[0] for work in batch] if len(batch) > 1 else [error]
+            return [self.run([item], between_passes)[0] for item in batch] if len(batch) > 1 else [error]
 
-    def _run_together(self, batch: list[Work], between_passes: Callable[[], None] | None) -> list[TrainResult]:
-        sequences = [s for i, work in enumerate(batch) for s in self._sequences(i, work)]
-        outcomes = [_Outcome([None] * len(work.operation.data)) for work in batch]
+    def _run_together(self, batch: list[TrainItem], between_passes: Callable[[], None] | None) -> list[TrainResult]:
+        sequences = [s for i, item in enumerate(batch) for s in self._sequences(i, item)]
+        outcomes = [_Outcome([None] * len(item.operation.data)) for item in batch]
         gradients: dict[int, Pairs] = {}
         expert_counts: list[Tensor] = []
         for number, part in enumerate(self._passes(batch, sequences)):
@@ -103,30 +105,30 @@ class Trainer:
             counts = self._pass(batch, part, part[0].is_trained, outcomes, gradients)
             expert_counts = [a + b for a, b in zip(expert_counts, counts, strict=True)] if expert_counts else counts
         self.num_tokens += sum(len(s.tokens) for s in sequences)
-        for adapter in {id(work.adapter): work.adapter for work in batch}.values():
+        for adapter in {id(item.adapter): item.adapter for item in batch}.values():
             if id(adapter) in gradients:
                 adapter.add_gradient(gradients[id(adapter)])
         balance = balance_metrics(expert_counts)
         return [_result(outcome, balance) for outcome in outcomes]
 
-    def _passes(self, batch: list[Work], sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+    def _passes(self, batch: list[TrainItem], sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
         """Sequences that are computed together: by run, so that each adapter owns one slice of the token axis."""
         # Runs in the order they come in the batch, so that the same batch always gives the same bits.
-        order = {id(work.adapter): i for i, work in reversed(list(enumerate(batch)))}
+        order = {id(item.adapter): i for i, item in reversed(list(enumerate(batch)))}
         for is_trained in (False, True):
             part = [s for s in sequences if s.is_trained == is_trained]
-            part.sort(key=lambda s: (order[id(batch[s.work].adapter)], s.work, s.datum))
+            part.sort(key=lambda s: (order[id(batch[s.item].adapter)], s.item, s.datum))
             for indices in cut_by_budget([len(s.tokens) for s in part], self.token_budget):
                 yield [part[i] for i in indices]
 
-    def _sequences(self, index: int, work: Work) -> list[_Sequence]:
-        operation, device = work.operation, self.model.device.torch
+    def _sequences(self, index: int, item: TrainItem) -> list[_Sequence]:
+        operation, device = item.operation, self.model.device.handle
         sequences = []
         for number, datum in enumerate(operation.data):
             inputs = {name: torch.from_numpy(value).to(device) for name, value in datum.inputs.items()}
             tokens, targets = (torch.from_numpy(value).to(device) for value in (datum.tokens, datum.targets))
             is_trained = not operation.forward_only and self._can_have_gradient(operation, inputs)
-            images = work.images[number] if work.images else None
+            images = item.images[number] if item.images else None
             sequences.append(_Sequence(index, number, tokens, targets, inputs, is_trained, images))
         return sequences
 
@@ -137,7 +139,7 @@ class Trainer:
 
     def _pass(
         self,
-        batch: list[Work],
+        batch: list[TrainItem],
         sequences: list[_Sequence],
         is_trained: bool,
         outcomes: list[_Outcome],
@@ -146,10 +148,10 @@ class Trainer:
         """One packed pass; answers tokens per expert of each MoE layer."""
         lengths = [len(s.tokens) for s in sequences]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        adapters = [batch[s.work].adapter for s in sequences]
+        adapters = [batch[s.item].adapter for s in sequences]
         current = Pass(
             slices=_slices(adapters, starts, lengths, gradients if is_trained else None),
-            groups=group_sequences(lengths, starts, self.model.device.torch),
+            groups=group_sequences(lengths, starts, self.model.device.handle),
             is_checkpointed=is_trained and sum(lengths) > self.token_budget,
             count_experts=True,
         )
@@ -165,16 +167,16 @@ class Trainer:
         d_hidden_TH = torch.zeros_like(hidden_TH) if is_trained else None
         for block, rows in _blocks(sequences, starts, batch):
             owner = next(s for s in current.slices if s.start <= rows.start < s.stop)
-            work = batch[block[0].work]
+            item = batch[block[0].item]
             d_rows = None if d_hidden_TH is None else d_hidden_TH[rows]
-            self._score(work, block, hidden_TH[rows].detach(), d_rows, owner, outcomes[block[0].work])
+            self._score(item, block, hidden_TH[rows].detach(), d_rows, owner, outcomes[block[0].item])
         if d_hidden_TH is not None:
             torch.autograd.backward([hidden_TH], [d_hidden_TH])
         return list(current.expert_counts.values())
 
     def _score(
         self,
-        work: Work,
+        item: TrainItem,
         block: list[_Sequence],
         x_NH: Tensor,
         d_x_NH: Tensor | None,
@@ -184,7 +186,7 @@ class Trainer:
         """Log probabilities, loss and metrics of a block, and the gradient of its hidden states where wanted."""
         targets = torch.cat([s.targets for s in block])
         inputs = {name: torch.cat([s.inputs[name] for s in block]) for name in block[0].inputs}
-        operation = work.operation
+        operation = item.operation
         loss = LOSSES.get(operation.loss_fn)
         if d_x_NH is not None and loss is not None and loss.is_token_local:
             logprobs = torch.empty(targets.shape, device=x_NH.device)
@@ -194,16 +196,16 @@ class Trainer:
 
             def gradient(rows: slice, chunk: Tensor) -> Tensor:
                 part = {name: value[rows] for name, value in active_inputs.items()}
-                return _finite(evaluate(loss, chunk, part, operation.config)[1], block[0].work)
+                return _finite(evaluate(loss, chunk, part, operation.config)[1], block[0].item)
 
             logprobs[passive] = self._head.logprobs(x_NH[passive], targets[passive], owner)
             logprobs[active], d_x_NH[active] = self._head.backpropagate(x_NH[active], targets[active], owner, gradient)
             total, _, metrics = evaluate(loss, logprobs, inputs, operation.config)
-            _finite(total, block[0].work)
+            _finite(total, block[0].item)
             outcome.add(metrics)
         else:
             logprobs = self._head.logprobs(x_NH, targets, owner)
-            d_logprobs = self._evaluate_datum(operation, logprobs, inputs, outcome, block[0].work)
+            d_logprobs = self._evaluate_datum(operation, logprobs, inputs, outcome, block[0].item)
             if d_x_NH is not None:
                 active = (d_logprobs.view(len(x_NH), -1) != 0).any(1).nonzero()[:, 0]
                 known = d_logprobs[active]
@@ -220,28 +222,28 @@ class Trainer:
         logprobs: Tensor,
         inputs: Mapping[str, Tensor],
         outcome: _Outcome,
-        work: int,
+        item: int,
     ) -> Tensor:
         """Score positions whose loss may depend on one another; answers the gradient of the log probabilities."""
         if operation.loss_fn != "custom":
             total, d_logprobs, metrics = evaluate(LOSSES[operation.loss_fn], logprobs, inputs, operation.config)
-            _finite(total, work)
+            _finite(total, item)
             outcome.add(metrics)
-            return _finite(d_logprobs, work)
+            return _finite(d_logprobs, item)
         try:
             custom = self.custom_losses[operation.loss_id or ""]
             value, d_logprobs, named = custom.evaluate(logprobs, inputs)
         except InvalidInput as error:
-            raise _OperationFailed(work, error) from None
+            raise _OperationFailed(item, error) from None
         outcome.custom.append(named)
         outcome.custom_loss += float(value)
-        return _finite(d_logprobs, work)
+        return _finite(d_logprobs, item)
 
 
-def _finite(value: Tensor, work: int) -> Tensor:
+def _finite(value: Tensor, item: int) -> Tensor:
     if not bool(torch.isfinite(value).all()):
         message = "the loss or its gradient is not finite for these inputs (a ratio of probabilities overflows)"
-        raise _OperationFailed(work, InvalidInput(message))
+        raise _OperationFailed(item, InvalidInput(message))
     return value
 
 
@@ -265,14 +267,16 @@ def _slices(
     return slices
 
 
-def _blocks(sequences: list[_Sequence], starts: list[int], batch: list[Work]) -> list[tuple[list[_Sequence], slice]]:
+def _blocks(
+    sequences: list[_Sequence], starts: list[int], batch: list[TrainItem]
+) -> list[tuple[list[_Sequence], slice]]:
     """Neighbours that are scored together: those of one operation, where positions are scored alone."""
 
     def key(i: int) -> tuple[int, ...]:
         sequence = sequences[i]
-        loss = LOSSES.get(batch[sequence.work].operation.loss_fn)
+        loss = LOSSES.get(batch[sequence.item].operation.loss_fn)
         is_joined = loss is not None and loss.is_token_local and sequence.targets.dim() == 1
-        return (sequence.work,) if is_joined else (sequence.work, i)
+        return (sequence.item,) if is_joined else (sequence.item, i)
 
     blocks = []
     for _, members in groupby(range(len(sequences)), key=key):

