@@ -170,7 +170,7 @@ class _Poll(Generic[T]):
                 await asyncio.sleep(BILLING_PAUSE_SECONDS)
 
     async def _on_progress(self, response: httpx2.Response, began: float) -> None:
-        self._notes.hear(parse(TryAgainResponse, response))
+        self._notes.on_progress(parse(TryAgainResponse, response))
         await asyncio.sleep(max(0.0, began + MIN_LOOP_SECONDS - time.monotonic()))
 
     async def _read(self, response: httpx2.Response, began: float) -> tuple[httpx2.Response | None, int | None]:
