@@ -133,7 +133,7 @@ async def test_keys_are_looked_up_again_after_a_while(start, monkeypatch):
 
 
 async def test_memory_of_keys_is_bounded(start, monkeypatch):
-    monkeypatch.setattr(credentials, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(credentials, "MAX_REMEMBERED", 3)
     async with start() as running:
         for _ in range(8):
             _, secret = await running.new_key()

@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorimer.scheduler.stats import QueuedRequests, SchedulerStats
-from lorimer.server.metrics import MOST_USERS, OTHERS, Metrics
+from lorimer.server.metrics import MAX_USERS, OTHERS, Metrics
 from lorimer.store.users import User
 from lorimer.store.values import utc_now
 
@@ -60,7 +60,7 @@ def test_users_beyond_the_limit_are_counted_together():
     """Those with the most requests have a time series of their own, under their names where these are known."""
     queued = [
         QueuedRequests(f"id-{number}", kind, num_requests=1000 - number, num_tokens=10)
-        for number in range(MOST_USERS + 50)
+        for number in range(MAX_USERS + 50)
         for kind in ("sample", "forward")
     ]
     metrics = Metrics(lambda: SchedulerStats(queued, {}, []))
@@ -71,8 +71,8 @@ def test_users_beyond_the_limit_are_counted_together():
         return found[f"lorimer_queued_{what}", ("kind", kind), ("user", user)]
 
     assert value("requests", "ada", "forward") == 1000
-    assert value("requests", f"id-{MOST_USERS - 1}") == 1000 - (MOST_USERS - 1)
+    assert value("requests", f"id-{MAX_USERS - 1}") == 1000 - (MAX_USERS - 1)
     assert value("tokens", OTHERS) == 50 * 10
-    assert value("requests", OTHERS) == sum(1000 - number for number in range(MOST_USERS, MOST_USERS + 50))
+    assert value("requests", OTHERS) == sum(1000 - number for number in range(MAX_USERS, MAX_USERS + 50))
     users = {dict(labels)["user"] for name, *labels in found if name == "lorimer_queued_requests"}
-    assert len(users) == MOST_USERS + 1
+    assert len(users) == MAX_USERS + 1

@@ -11,7 +11,7 @@ from lorimer.store.metrics import Choice, Report
 from lorimer.store.tables import metric_names, metric_totals, runs
 from lorimer.store.tables import metrics as table
 
-ROOM = {"most_names": 1000, "most_values": 1_000_000}
+ROOM = {"max_names": 1000, "max_values": 1_000_000}
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_operations_on_record_in_another_order_end_in_the_right_steps(measure, r
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 300])
 def test_pages_give_what_one_reading_gives(measure, tell, read, limit, monkeypatch):
-    monkeypatch.setattr(metrics, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(metrics, "FIRST_ROWS_READ", 2)
     for step in range(1, 5):
         measure(3 * step - 2, {"loss:sum": float(step)})
         measure(3 * step - 1, {"loss:sum": 0.5})
@@ -140,7 +140,7 @@ def test_pages_give_what_one_reading_gives(measure, tell, read, limit, monkeypat
 
 
 def test_one_reading_is_bounded_by_its_size(store, run, tell, monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_BYTES", 40)  # an entry of these has 23
+    monkeypatch.setattr(metrics, "MAX_BYTES", 40)  # an entry of these has 23
     for step in range(4):
         tell(step, a=1.0, b=2.0)
     first = store.read_now(metrics.read, run.model_id)
@@ -197,7 +197,7 @@ def test_thinned_in_parts_is_thinned_as_one(store, run, monkeypatch):
     train(store, run, 400)
     choice = Choice(max_points=60)
     at_once = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, choice)
-    monkeypatch.setattr(metrics, "MOST_BYTES_TO_THIN", 2000)
+    monkeypatch.setattr(metrics, "MAX_BYTES_TO_THIN", 2000)
     found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, choice)
     num_parts = 1
     while found.has_more:
@@ -214,7 +214,7 @@ def test_thinned_in_parts_is_thinned_as_one(store, run, monkeypatch):
 
 
 def test_many_metrics_share_the_room_of_an_answer(store, run, monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_THINNED_POINTS", 100)
+    monkeypatch.setattr(metrics, "MAX_THINNED_POINTS", 100)
     reports = [Report(step, 0.0, {f"m{n}": float(step) for n in range(10)}) for step in range(100)]
     store.write_now(metrics.report, run.model_id, reports, **ROOM)
     found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(max_points=50))
@@ -282,7 +282,7 @@ def test_repetition_takes_no_room(store, tell, read):
 
 def test_room_is_limited_by_values_and_names_and_a_refusal_keeps_nothing(store, run, read):
     def tell(step, **values):
-        store.write_now(metrics.report, run.model_id, [Report(step, 0.0, values)], most_names=3, most_values=4)
+        store.write_now(metrics.report, run.model_id, [Report(step, 0.0, values)], max_names=3, max_values=4)
 
     tell(1, a=1.0, b=1.0)
     tell(2, a=2.0, b=2.0)

@@ -15,7 +15,7 @@ from lorimer.client.metrics import metric_point
 from lorimer.client.retries import is_transient
 from lorimer.client.training import TrainingClient
 from lorimer.cookbook.logs import Metrics
-from lorimer.types.metrics import MOST_NAME_CHARS, MetricPoint
+from lorimer.types.metrics import MAX_NAME_CHARS, MetricPoint
 
 log = logging.getLogger("lorimer.cookbook")
 
@@ -95,4 +95,4 @@ class ServerSink:
 def _accepted(name: str) -> str:
     """The name as a server takes it."""
     kept = "".join(character if character.isprintable() and character != "," else "_" for character in name)
-    return kept[:MOST_NAME_CHARS] or "_"
+    return kept[:MAX_NAME_CHARS] or "_"

@@ -27,8 +27,8 @@ from lorimer.server.credentials import Credentials
 from lorimer.server.decoders import Decoders
 from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exception
 from lorimer.server.guard import Guard
+from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.metrics import Metrics
-from lorimer.server.presence import Presence
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
@@ -53,7 +53,7 @@ def create_app(settings: Settings) -> Starlette:
         routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES, *console.ROUTES],
         middleware=[
             Middleware(Guard, settings=settings),
-            Middleware(Compression, least_bytes=settings.compress_bytes),
+            Middleware(Compression, min_bytes=settings.compress_bytes),
             Middleware(Authentication),
         ],
         exception_handlers={LorimerError: answer_guesses_less_often, HTTPException: answer_http_exception},
@@ -115,7 +115,7 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         credentials=credentials,
         metrics=Metrics(scheduler.stats),
         signer=signer,
-        presence=Presence(settings.max_sessions_per_user),
+        live_sessions=LiveSessions(settings.max_sessions_per_user),
         incoming_bytes=SharedLimit(settings.max_incoming_bytes),
         requests=SharedLimit(settings.max_concurrent_requests),
         rates=TokenBuckets(BURST_SECONDS),

@@ -13,11 +13,11 @@ COMPRESSIBLE = ("application/json", "application/x-protobuf", "text/")
 
 
 class Compression:
-    """Compresses whole bodies of at least ``least_bytes``, with zstd where it is accepted and gzip otherwise."""
+    """Compresses whole bodies of at least ``min_bytes``, with zstd where it is accepted and gzip otherwise."""
 
-    def __init__(self, app: ASGIApp, least_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, min_bytes: int) -> None:
         self._app = app
-        self._least_bytes = least_bytes
+        self._min_bytes = min_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         encoding = accepted_encoding(Headers(scope=scope).get("accept-encoding", "")) if scope["type"] == "http" else ""
@@ -44,7 +44,7 @@ class Compression:
         headers = Headers(raw=start["headers"])
         return (
             not message.get("more_body")
-            and len(message.get("body", b"")) >= self._least_bytes
+            and len(message.get("body", b"")) >= self._min_bytes
             and "content-encoding" not in headers
             and headers.get("content-type", "").startswith(COMPRESSIBLE)
         )

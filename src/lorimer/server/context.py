@@ -21,8 +21,8 @@ from lorimer.server.buckets import TokenBuckets
 from lorimer.server.credentials import Credentials
 from lorimer.server.decoders import Decoders
 from lorimer.server.errors import error_response
+from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.metrics import Metrics
-from lorimer.server.presence import Presence
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.store import sessions
@@ -44,7 +44,7 @@ class Context:
     credentials: Credentials
     metrics: Metrics
     signer: Signer
-    presence: Presence
+    live_sessions: LiveSessions
     incoming_bytes: SharedLimit
     """Of bodies that have begun to arrive, and not ended."""
     requests: SharedLimit
@@ -69,7 +69,7 @@ class Context:
 
     def heartbeat(self, session: sessions.Session) -> None:
         """Note that a session lives; ``flush`` writes it."""
-        self.presence.hear(session.user_id, session.session_id)
+        self.live_sessions.touch(session.user_id, session.session_id)
         self._heartbeats[session.session_id] = self.now()
 
     def seen_at(self, session: sessions.Session) -> datetime:
@@ -100,7 +100,7 @@ class Context:
     async def flush(self) -> None:
         """Write the heartbeats and uses of keys since the last time."""
         beats, self._heartbeats = self._heartbeats, {}
-        self.presence.forget_silent()
+        self.live_sessions.evict_expired()
         try:
             if beats:
                 await self.store.write(sessions.touch_session, beats)

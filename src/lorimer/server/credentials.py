@@ -20,7 +20,7 @@ from lorimer.store.database import Store
 from lorimer.store.users import ApiKey, User
 
 REMEMBER_SECONDS = 10.0
-MOST_REMEMBERED = 10_000
+MAX_REMEMBERED = 10_000
 LOCAL_USER = "local"
 TOKEN_PREFIX = "eyJ"
 
@@ -65,7 +65,7 @@ class Credentials:
         identity = await self._look_up(credential)
         if identity.key is not None:
             self._used[identity.key.key_id] = datetime.now(UTC)
-        if len(self._found) >= MOST_REMEMBERED:
+        if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
         self._found[digest] = (time.monotonic() + REMEMBER_SECONDS, identity)
         return identity

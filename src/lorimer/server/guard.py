@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorimer.errors import LorimerError
+from lorimer.server.address_limiter import AddressLimiter
 from lorimer.server.auth import WITHOUT_WORK
-from lorimer.server.callers import Callers
 from lorimer.server.console import is_console
 from lorimer.server.context import Context
 from lorimer.server.errors import answer_error, error_response
@@ -56,7 +56,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._hosts = HostRule(settings)
-        self._callers = Callers(settings)
+        self._addresses = AddressLimiter(settings)
         self._most = settings.max_concurrent_requests
         self._num_held = 0
 
@@ -71,7 +71,7 @@ class Guard:
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         context: Context = scope["app"].state.context
         request_id = secrets.token_hex(8)
-        address = self._callers.address_of(scope)
+        address = self._addresses.address_of(scope)
         scope["state"] = {"request_id": request_id, "user": None, "key": None, "address": address}
         start, status = time.perf_counter(), 0
 
@@ -85,7 +85,7 @@ class Guard:
         self._num_held += 1
         context.metrics.held.inc()
         try:
-            with self._callers.held(address) as has_room:
+            with self._addresses.held(address) as has_room:
                 answer = self._refusal(scope, context, has_room) or self._app
                 await answer(scope, receive, send_guarded)
         except ClientDisconnect:
@@ -129,7 +129,7 @@ class Guard:
         if self._num_held > self._most:
             return error_response(scope, 429, "too_many_requests", f"{self._most} requests are being held; come back")
         if not has_room:
-            detail = f"{self._callers.most} requests from your address are being held; come back"
+            detail = f"{self._addresses.most} requests from your address are being held; come back"
             return error_response(scope, 429, "too_many_requests", detail)
         return None
 

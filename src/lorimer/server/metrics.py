@@ -13,7 +13,7 @@ from lorimer.store.users import User
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ENGINE_STATES = ("idle", "starting", "ready", "failed")
-MOST_USERS = 100
+MAX_USERS = 100
 """Users with a time series of their own, those with the most requests; the rest are counted together."""
 OTHERS = "(others)"
 
@@ -65,7 +65,7 @@ class _Scheduler(Collector):
         by_user: Totals[str] = Totals()
         for entry in queued:
             by_user[entry.user_id] += entry.num_requests
-        shown = {user_id: self._names.get(user_id, user_id) for user_id, _ in by_user.most_common(MOST_USERS)}
+        shown = {user_id: self._names.get(user_id, user_id) for user_id, _ in by_user.most_common(MAX_USERS)}
         for what, text in {"requests": "Requests", "tokens": "Tokens of requests"}.items():
             totals: Totals[tuple[str, str]] = Totals()
             for entry in queued:

@@ -32,7 +32,7 @@ from lorimer.server.settings import Settings
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-MOST_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 LAST_ANSWERS_SECONDS = 5.0
 """Time for answers under way once the engines have ended."""
 INTERRUPTED = 130
@@ -59,7 +59,7 @@ class EmbeddedServer(Server):
             # Beyond what the guard refuses with an answer, connections wait in the backlog.
             backpressure=settings.max_concurrent_requests + SPARE_FILES,
             http1_settings=HTTP1Settings(
-                header_read_timeout=round(settings.header_seconds * 1000), max_buffer_size=MOST_HEADER_BYTES
+                header_read_timeout=round(settings.header_seconds * 1000), max_buffer_size=MAX_HEADER_BYTES
             ),
             log_enabled=False,
         )

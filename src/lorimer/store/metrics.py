@@ -21,13 +21,13 @@ from lorimer.types.thinning import POINTS_PER_BUCKET, Columns, join, thin
 
 Source = Literal["engine", "client"]
 
-ROWS_AT_ONCE = 250
-MOST_ROWS_AT_ONCE = 4000
-MOST_BYTES = 1024 * 1024
+FIRST_ROWS_READ = 250
+MAX_ROWS_PER_READ = 4000
+MAX_BYTES = 1024 * 1024
 """One reading ends after the entry with which it has so many: some fifty thousand values."""
-MOST_BYTES_TO_THIN = 4 * MOST_BYTES
+MAX_BYTES_TO_THIN = 4 * MAX_BYTES
 """The same where little is given of much."""
-MOST_THINNED_POINTS = 60_000
+MAX_THINNED_POINTS = 60_000
 """Of all series together, so that a run with very many metrics has fewer points of each."""
 LAST_NUMBER = 2**63 - 1
 
@@ -84,7 +84,7 @@ def add_operation(
     c.execute(_ADD, _row(model_id, "engine", seq_id, time.time(), values, num_datums, is_step))
 
 
-def report(c: Connection, model_id: str, reports: Sequence[Report], *, most_names: int, most_values: int) -> int:
+def report(c: Connection, model_id: str, reports: Sequence[Report], *, max_names: int, max_values: int) -> int:
     """Keep what a client reports, in place of what it said before; the number of values, or ``TooLarge``."""
     by_step: dict[int, tuple[float, dict[str, float]]] = {}
     for item in reports:
@@ -93,12 +93,12 @@ def report(c: Connection, model_id: str, reports: Sequence[Report], *, most_name
     by_step = {step: found for step, found in by_step.items() if found[1]}
     if not by_step:
         return 0
-    _add_names(c, model_id, {name for _, values in by_step.values() for name in values}, most_names)
+    _add_names(c, model_id, {name for _, values in by_step.values() for name in values}, max_names)
     num_taken = _take_out(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
     rows = [_row(model_id, "client", step, at, values, len(values)) for step, (at, values) in by_step.items()]
     c.execute(_ADD, rows)
     num_added: int = sum(row["weight"] for row in rows)
-    _count(c, model_id, num_added - num_taken, most_values)
+    _count(c, model_id, num_added - num_taken, max_values)
     return num_added
 
 
@@ -131,7 +131,7 @@ def read_on(c: Connection, model_id: str, known: Reading, limit: int, choice: Ch
 
 def _thinned(series: dict[tuple[Source, str], Columns], choice: Choice) -> dict[tuple[Source, str], Columns]:
     if choice.max_points is not None:
-        share = max(MOST_THINNED_POINTS // max(len(series), 1), POINTS_PER_BUCKET)
+        share = max(MAX_THINNED_POINTS // max(len(series), 1), POINTS_PER_BUCKET)
         series = {key: thin(found, min(choice.max_points, share)) for key, found in series.items()}
     return dict(sorted(series.items()))
 
@@ -139,24 +139,24 @@ def _thinned(series: dict[tuple[Source, str], Columns], choice: Choice) -> dict[
 def _next_entries(
     c: Connection, wanted: ColumnElement[bool], after: int, limit: int, choice: Choice
 ) -> tuple[Entries, bool]:
-    most_bytes = MOST_BYTES if choice.max_points is None else MOST_BYTES_TO_THIN
+    max_bytes = MAX_BYTES if choice.max_points is None else MAX_BYTES_TO_THIN
     columns: list[list[Any]] = [[] for _ in FIELDS]
-    num_bytes, cursor, at_once = 0, after, ROWS_AT_ONCE
+    num_bytes, cursor, num_rows = 0, after, FIRST_ROWS_READ
     while True:
         query = select(*_COLUMNS).where(wanted, metrics.c.entry_id > cursor).order_by(metrics.c.entry_id)
-        found = c.execute(query.limit(at_once)).all()
+        found = c.execute(query.limit(num_rows)).all()
         room = limit - len(columns[0])
         num_taken = 0
         for row in found:
-            if num_taken >= room or num_bytes >= most_bytes:
+            if num_taken >= room or num_bytes >= max_bytes:
                 break
             num_taken += 1
             num_bytes += len(row[-1])
         for column, values in zip(columns, zip(*found[:num_taken], strict=True), strict=False):
             column.extend(values)
-        if num_taken < len(found) or len(found) < at_once:
+        if num_taken < len(found) or len(found) < num_rows:
             return Entries.of_columns(columns), num_taken < len(found)
-        cursor, at_once = found[-1].entry_id, min(2 * at_once, MOST_ROWS_AT_ONCE)
+        cursor, num_rows = found[-1].entry_id, min(2 * num_rows, MAX_ROWS_PER_READ)
 
 
 def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElement[bool]:

@@ -26,7 +26,7 @@ from lorimer.store.connections import (
 )
 from lorimer.store.jobs import Job, Patience, deliver
 
-_MOST_JOBS = 256
+_MAX_JOBS = 256
 
 
 class CommitUnknown(Exception):
@@ -91,7 +91,7 @@ class Writer:
         job = self._queue.get()
         while job is not None:
             group.append(job)
-            if len(group) == _MOST_JOBS:
+            if len(group) == _MAX_JOBS:
                 return group, True
             try:
                 job = self._queue.get_nowait()

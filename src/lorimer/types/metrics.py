@@ -9,7 +9,7 @@ from pydantic import Field, Strict
 
 from lorimer.types.base import Request, Response
 
-MOST_NAME_CHARS = 200
+MAX_NAME_CHARS = 200
 LAST_STEP = 2**53 - 1
 """The largest whole number that every reader of JSON keeps."""
 LAST_SECOND = 100_000_000_000.0

@@ -66,7 +66,7 @@ async def test_names_are_checked(dora, name):
 
 
 async def test_a_user_has_so_many_keys(dora, monkeypatch):
-    monkeypatch.setattr("lorimer.server.routes.keys.MOST_KEYS", 2)
+    monkeypatch.setattr("lorimer.server.routes.keys.MAX_KEYS", 2)
     await dora.ok("keys", {"name": "second"})
     refused = await dora.post("keys", {"name": "third"})
     assert (refused.status_code, "you have 2 keys; at most 2" in refused.json()["detail"]) == (413, True)

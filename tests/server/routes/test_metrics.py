@@ -125,7 +125,7 @@ async def test_what_is_read_in_many_pieces_is_one_answer(ada, monkeypatch):
     reported = [{"step": step, "values": {"reward": step / 4}} for step in range(3000)]
     assert (await report(ada, run_id, *reported)).status_code == 200
     at_once = await ada.fetch(f"training_runs/{run_id}/metrics", params={"max_points": 200})
-    monkeypatch.setattr(store_metrics, "MOST_BYTES_TO_THIN", 3000)
+    monkeypatch.setattr(store_metrics, "MAX_BYTES_TO_THIN", 3000)
     in_pieces = await ada.fetch(f"training_runs/{run_id}/metrics", params={"max_points": 200})
     assert in_pieces["cursor"] == at_once["cursor"] and not in_pieces["has_more"]
     (first,), (second,) = at_once["series"], in_pieces["series"]

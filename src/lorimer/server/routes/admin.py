@@ -25,7 +25,7 @@ from lorimer.store.usage import UsageBucket
 from lorimer.store.users import User
 
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
-MOST_DAYS = 14
+MAX_DAYS = 14
 GIGABYTE = 10**9
 
 
@@ -67,10 +67,8 @@ async def get_usage(request: Request) -> Response:
     for name, moment in (("starting_on", start), ("ending_before", end)):
         if moment.minute or moment.second or moment.microsecond:
             raise InvalidInput(f"{name} is {moment.isoformat()!r}; a full hour is accepted")
-    if not start < end <= start + timedelta(days=MOST_DAYS):
-        raise InvalidInput(
-            f"ending_before is {end.isoformat()!r}; up to {MOST_DAYS} days after starting_on is accepted"
-        )
+    if not start < end <= start + timedelta(days=MAX_DAYS):
+        raise InvalidInput(f"ending_before is {end.isoformat()!r}; up to {MAX_DAYS} days after starting_on is accepted")
     answer = await context_of(request).store.read(
         usage_of, user_of(request), start.astimezone(UTC), end.astimezone(UTC)
     )

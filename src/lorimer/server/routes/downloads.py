@@ -33,7 +33,7 @@ from lorimer.types.paths import KINDS, SEGMENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What is handed out; the state of a run's training is not."""
-MOST_TRACED = 100_000
+MAX_TRACED = 100_000
 BYTES = "application/octet-stream"
 
 
@@ -160,7 +160,7 @@ def trace_of(c: Connection, session_id: str, now: datetime) -> bytes:
     session = sessions.get_session(c, session_id) if is_id(session_id) else None
     if session is None:
         raise Gone("the session is not there any more")
-    rows = futures.history(c, session_id, MOST_TRACED)
+    rows = futures.history(c, session_id, MAX_TRACED)
     return orjson.dumps(trace(session_id, session.created_at, rows, now))
 
 

@@ -19,15 +19,15 @@ from lorimer.store.checkpoints import Checkpoint
 RECIPIENTS = "age_recipients"
 """The name in the metadata of an export."""
 SUFFIX = ".age"
-MOST_RECIPIENTS = 10
+MAX_RECIPIENTS = 10
 
 
 def recipients_metadata(recipients: list[str] | None) -> dict[str, str] | None:
     """The metadata of an export to these recipients, which must be ones that can be encrypted to."""
     if not recipients:
         return None
-    if len(recipients) > MOST_RECIPIENTS:
-        raise TooLarge(f"age_encryption_recipients has {len(recipients)} keys; at most {MOST_RECIPIENTS} are accepted")
+    if len(recipients) > MAX_RECIPIENTS:
+        raise TooLarge(f"age_encryption_recipients has {len(recipients)} keys; at most {MAX_RECIPIENTS} are accepted")
     parse_recipients(recipients)
     return {RECIPIENTS: orjson.dumps(recipients).decode()}
 

@@ -19,8 +19,8 @@ from lorimer.store.quotas import stored_bytes
 from lorimer.store.users import ApiKey
 from lorimer.types.overview import CreateKeyRequest, CreateKeyResponse, KeyEntry, KeysResponse
 
-MOST_NAME_CHARS = 200
-MOST_KEYS = 100
+MAX_NAME_CHARS = 200
+MAX_KEYS = 100
 """Of one user that are not revoked."""
 
 
@@ -48,12 +48,12 @@ async def create_key(request: Request) -> Response:
     if context.credentials.is_open:
         detail = "this server runs without keys; its operator makes the first one with `lorimer key create NAME`"
         raise Refusal(409, "open_server", detail)
-    if not 1 <= len(body.name) <= MOST_NAME_CHARS or not is_id(body.name):
-        raise InvalidInput(f"name is {quote_id(body.name)}; 1 to {MOST_NAME_CHARS} characters are accepted")
+    if not 1 <= len(body.name) <= MAX_NAME_CHARS or not is_id(body.name):
+        raise InvalidInput(f"name is {quote_id(body.name)}; 1 to {MAX_NAME_CHARS} characters are accepted")
     held = await context.store.read(users.list_keys, user.user_id)
     usable = sum(key.revoked_at is None for key in held)
-    if usable >= MOST_KEYS:
-        raise TooLarge(f"you have {usable} keys; at most {MOST_KEYS} is accepted: revoke one")
+    if usable >= MAX_KEYS:
+        raise TooLarge(f"you have {usable} keys; at most {MAX_KEYS} is accepted: revoke one")
     key, secret = await context.credentials.create(user.name, body.name)
     await context.store.write(note, "key_created", key)
     return reply(CreateKeyResponse.model_validate(shown(request, key) | {"secret": secret}))

@@ -12,8 +12,8 @@ from lorimer.server.settings import Settings
 from lorimer.types import OptimizerConfig
 from lorimer.types.optim import OPTIMIZERS
 
-LEAST_TTL_SECONDS = 3600
-MOST_TTL_SECONDS = 10 * 366 * 86_400
+MIN_TTL_SECONDS = 3600
+MAX_TTL_SECONDS = 10 * 366 * 86_400
 MAX_SEQ_ID = 2**31 - 1
 """Of a training operation; its protobuf form has 32 bits."""
 
@@ -47,9 +47,9 @@ def check_seq_id(seq_id: int | None) -> int:
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:
-    if ttl_seconds is not None and not LEAST_TTL_SECONDS <= ttl_seconds <= MOST_TTL_SECONDS:
+    if ttl_seconds is not None and not MIN_TTL_SECONDS <= ttl_seconds <= MAX_TTL_SECONDS:
         raise InvalidInput(
-            f"ttl_seconds is {ttl_seconds!r}; {LEAST_TTL_SECONDS} (an hour) to {MOST_TTL_SECONDS} (ten years) "
+            f"ttl_seconds is {ttl_seconds!r}; {MIN_TTL_SECONDS} (an hour) to {MAX_TTL_SECONDS} (ten years) "
             "or null is accepted"
         )
     return ttl_seconds

@@ -19,13 +19,13 @@ from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
 from lorimer.server.routes.limits import MAX_SEQ_ID
 from lorimer.server.routes.ownership import find_run, quote_id
-from lorimer.server.routes.queries import MOST_LIMIT, query_number, query_text
+from lorimer.server.routes.queries import MAX_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply
 from lorimer.store import futures, metrics
 from lorimer.store.metrics import START, Choice, Cursor, Reading, Report
 from lorimer.types.metrics import (
     LAST_STEP,
-    MOST_NAME_CHARS,
+    MAX_NAME_CHARS,
     ReportMetricsRequest,
     ReportMetricsResponse,
     RunMetricsResponse,
@@ -33,9 +33,9 @@ from lorimer.types.metrics import (
 from lorimer.types.overview import RunOperation, RunOperationsResponse
 from lorimer.types.thinning import POINTS_PER_BUCKET
 
-MOST_OPERATIONS = 1000
-MOST_POINTS = 10_000
-MOST_ENTRIES_TO_THIN = 100_000
+MAX_OPERATIONS = 1000
+MAX_POINTS = 10_000
+MAX_ENTRIES_TO_THIN = 100_000
 ENTRIES_AT_ONCE = 10_000
 """An answer of many entries is read in pieces, between which others read."""
 BYTES_OF_POINT = 40
@@ -45,7 +45,7 @@ async def get_metrics(request: Request) -> Response:
     """Points of a run's metrics, those that are new or were written again since a cursor; thinned if that is wanted."""
     run = await find_run(request, request.path_params["run_id"])
     after, choice = query_cursor(request), query_choice(request)
-    most = MOST_LIMIT if choice.max_points is None else MOST_ENTRIES_TO_THIN
+    most = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
     limit = query_number(request, "limit", most, most)
     store = context_of(request).store
     found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_AT_ONCE), choice)
@@ -73,7 +73,7 @@ def query_choice(request: Request) -> Choice:
     last = query_number(request, "last_step", LAST_STEP, LAST_STEP)
     if first > last:
         raise InvalidInput(f"first_step is {first} and last_step is {last}; a last step that is not before is accepted")
-    most = query_number(request, "max_points", 0, MOST_POINTS, POINTS_PER_BUCKET) if "max_points" in asked else None
+    most = query_number(request, "max_points", 0, MAX_POINTS, POINTS_PER_BUCKET) if "max_points" in asked else None
     steps = (first, last) if asked.keys() & {"first_step", "last_step"} else None
     return Choice(names, steps, most)
 
@@ -111,16 +111,16 @@ async def report_metrics(request: Request) -> Response:
         metrics.report,
         run.model_id,
         reports,
-        most_names=settings.max_metric_names_per_run,
-        most_values=settings.max_metric_values_per_run,
+        max_names=settings.max_metric_names_per_run,
+        max_values=settings.max_metric_values_per_run,
     )
     return reply(ReportMetricsResponse(num_values=kept))
 
 
 def check_metric_name(name: str) -> None:
-    if not 1 <= len(name) <= MOST_NAME_CHARS or not name.isprintable() or "," in name:
+    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or "," in name:
         raise InvalidInput(
-            f"a metric is called {quote_id(name)}; 1 to {MOST_NAME_CHARS} printable characters without a comma "
+            f"a metric is called {quote_id(name)}; 1 to {MAX_NAME_CHARS} printable characters without a comma "
             "are accepted"
         )
 
@@ -129,7 +129,7 @@ async def list_operations(request: Request) -> Response:
     """Operations of a run, newest first: what they were, when they were computed, how they ended."""
     run = await find_run(request, request.path_params["run_id"])
     before = query_number(request, "before", MAX_SEQ_ID + 1)
-    limit = query_number(request, "limit", 100, MOST_OPERATIONS)
+    limit = query_number(request, "limit", 100, MAX_OPERATIONS)
     found = await context_of(request).store.read(futures.newest_of_lane, run.model_id, before, limit + 1)
     operations = [
         RunOperation(
@@ -157,8 +157,8 @@ ROUTES = [
             "names": {"type": "string"},
             "first_step": {"type": "integer", "minimum": 0},
             "last_step": {"type": "integer", "minimum": 0},
-            "max_points": {"type": "integer", "minimum": POINTS_PER_BUCKET, "maximum": MOST_POINTS},
-            "limit": {"type": "integer", "minimum": 0, "maximum": MOST_ENTRIES_TO_THIN},
+            "max_points": {"type": "integer", "minimum": POINTS_PER_BUCKET, "maximum": MAX_POINTS},
+            "limit": {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES_TO_THIN},
         },
         answer=RunMetricsResponse,
     ),
@@ -169,7 +169,7 @@ ROUTES = [
         list_operations,
         query={
             "before": {"type": "integer", "minimum": 0},
-            "limit": {"type": "integer", "minimum": 0, "maximum": MOST_OPERATIONS},
+            "limit": {"type": "integer", "minimum": 0, "maximum": MAX_OPERATIONS},
         },
         answer=RunOperationsResponse,
     ),

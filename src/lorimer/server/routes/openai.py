@@ -26,14 +26,14 @@ from lorimer.store import checkpoints
 from lorimer.types.paths import SCHEME, checkpoint_path
 
 PREFIXES = ("/v1", "/oai/api/v1")
-MOST_LISTED = 100
+MAX_LISTED = 100
 """Checkpoints in the list of models, the newest."""
 
 
 async def list_models(request: Request) -> Response:
     """Base models, and the caller's newest checkpoints that can be sampled."""
     context, user = context_of(request), user_of(request)
-    found, _ = await context.store.read(checkpoints.list_for_user, user.user_id, MOST_LISTED, 0)
+    found, _ = await context.store.read(checkpoints.list_for_user, user.user_id, MAX_LISTED, 0)
     models = [base_model(request, name) for name in context.scheduler.models]
     for one in found:
         if one.kind != "external":

@@ -34,7 +34,7 @@ from lorimer.types.overview import (
 
 OTHERS = "(others)"
 NUM_ERRORS = 20
-MOST_ERROR_CHARS = 2000
+MAX_ERROR_CHARS = 2000
 
 
 async def get_caller(request: Request) -> Response:
@@ -125,7 +125,7 @@ def recent_error(row: FutureRow) -> RecentError:
         kind=row.kind,
         run_id=row.lane if re.fullmatch(r".+:train:\d+", row.lane) else None,
         category=row.category or "user",
-        error=(row.error or "")[:MOST_ERROR_CHARS],
+        error=(row.error or "")[:MAX_ERROR_CHARS],
     )
 
 

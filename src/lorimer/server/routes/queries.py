@@ -10,11 +10,11 @@ from lorimer.server.routes.ownership import is_id, quote_id
 
 Word = TypeVar("Word", bound=str)
 
-MOST_LIMIT = 10_000
+MAX_LIMIT = 10_000
 SCOPES = ("owned", "accessible")
 
 PAGE: dict[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 0, "maximum": MOST_LIMIT},
+    "limit": {"type": "integer", "minimum": 0, "maximum": MAX_LIMIT},
     "offset": {"type": "integer", "minimum": 0},
 }
 SCOPE: dict[str, dict[str, Any]] = {"access_scope": {"type": "string", "enum": list(SCOPES)}}
@@ -38,7 +38,7 @@ def query_number(request: Request, name: str, default: int, most: int = 2**53, l
 
 def query_page(request: Request, default_limit: int) -> tuple[int, int]:
     """`limit` and `offset`."""
-    return query_number(request, "limit", default_limit, MOST_LIMIT), query_number(request, "offset", 0)
+    return query_number(request, "limit", default_limit, MAX_LIMIT), query_number(request, "offset", 0)
 
 
 def query_word(request: Request, name: str, accepted: tuple[Word, ...]) -> Word:

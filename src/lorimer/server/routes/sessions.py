@@ -44,7 +44,7 @@ async def create_session(request: Request) -> Response:
     check_text(settings, display_name=body.display_name, project_id=body.project_id, sdk_version=body.sdk_version)
     check_metadata(settings, body.user_metadata)
     check_metadata(settings, body.tags, "tags")
-    context.presence.check_room(user.user_id)
+    context.live_sessions.check_room(user.user_id)
     session = await context.store.write(
         recorded,
         "session_created",
@@ -57,7 +57,7 @@ async def create_session(request: Request) -> Response:
         project_id=body.project_id,
         display_name=body.display_name,
     )
-    context.presence.hear(user.user_id, session.session_id)
+    context.live_sessions.touch(user.user_id, session.session_id)
     return reply(types.CreateSessionResponse(session_id=session.session_id))
 
 
@@ -79,7 +79,7 @@ async def finish_session(request: Request) -> Response:
     check_text(context.settings, detail=body.detail)
     finish = (sessions.finish_session, session.session_id, body.reason.type, body.detail)
     await context.store.write(recorded, "session_finished", ["finish_reason"], *finish)
-    context.presence.end(session.user_id, session.session_id)
+    context.live_sessions.end(session.user_id, session.session_id)
     return done()
 
 

@@ -18,7 +18,7 @@ HOME_BITS = 64
 """Of an IPv6 address: the rest of it one machine can choose as it likes."""
 
 
-class Callers:
+class AddressLimiter:
     """Counts the requests that are held for each address."""
 
     def __init__(self, settings: Settings) -> None:

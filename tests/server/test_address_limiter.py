@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import pytest
 
-from lorimer.server.callers import Callers, home_of
+from lorimer.server.address_limiter import AddressLimiter, home_of
 from lorimer.server.settings import Settings
 
 HEALTH = "/api/v1/healthz"
@@ -14,7 +14,7 @@ HEALTH = "/api/v1/healthz"
 def address(client: str, *forwarded: str, proxies: tuple[str, ...] = ()) -> str:
     headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
     scope = {"type": "http", "client": (client, 1234) if client else None, "headers": headers}
-    return Callers(Settings(trusted_proxies=proxies)).address_of(scope)
+    return AddressLimiter(Settings(trusted_proxies=proxies)).address_of(scope)
 
 
 def test_a_header_that_anybody_can_send_is_not_believed():
@@ -105,8 +105,8 @@ async def test_one_user_does_not_take_the_places_of_others(start):
 
 
 def test_counts_are_forgotten_with_their_requests():
-    callers = Callers(Settings(max_requests_per_address=1))
+    limiter = AddressLimiter(Settings(max_requests_per_address=1))
     for number in range(1000):
-        with callers.held(f"10.0.0.{number}") as has_room:
+        with limiter.held(f"10.0.0.{number}") as has_room:
             assert has_room
-    assert not callers._held
+    assert not limiter._held

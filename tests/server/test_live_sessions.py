@@ -3,19 +3,19 @@
 import pytest
 
 from lorimer.errors import TooLarge
-from lorimer.server import presence
-from lorimer.server.presence import Presence
+from lorimer.server import live_sessions
+from lorimer.server.live_sessions import LiveSessions
 
 SESSION = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
 
 
 def test_finished_and_silent_sessions_make_room(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(presence.time, "monotonic", lambda: now)
-    alive = Presence(2)
+    monkeypatch.setattr(live_sessions.time, "monotonic", lambda: now)
+    alive = LiveSessions(2)
     for name in ("a", "b"):
         alive.check_room("ada")
-        alive.hear("ada", name)
+        alive.touch("ada", name)
     with pytest.raises(TooLarge, match=r"you have 2 open sessions; at most 2 is accepted \(max_sessions_per_user\)"):
         alive.check_room("ada")
     alive.check_room("bob")
@@ -23,25 +23,25 @@ def test_finished_and_silent_sessions_make_room(monkeypatch):
     alive.end("ada", "unknown")
     alive.end("nobody", "a")
     alive.check_room("ada")
-    alive.hear("ada", "c")
-    now += presence.ALIVE_SECONDS - 1
-    alive.hear("ada", "b")
+    alive.touch("ada", "c")
+    now += live_sessions.ALIVE_SECONDS - 1
+    alive.touch("ada", "b")
     now += 2
     alive.check_room("ada")
-    alive.hear("ada", "d")
+    alive.touch("ada", "d")
     with pytest.raises(TooLarge):
         alive.check_room("ada")
 
 
 def test_those_who_went_away_take_no_memory(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(presence.time, "monotonic", lambda: now)
-    alive = Presence(10)
+    monkeypatch.setattr(live_sessions.time, "monotonic", lambda: now)
+    alive = LiveSessions(10)
     for number in range(50):
-        alive.hear(f"user-{number}", "s")
-    now += presence.ALIVE_SECONDS + 1
-    alive.hear("user-7", "t")
-    alive.forget_silent()
+        alive.touch(f"user-{number}", "s")
+    now += live_sessions.ALIVE_SECONDS + 1
+    alive.touch("user-7", "t")
+    alive.evict_expired()
     assert alive._heard == {"user-7": {"t": now}}
 
 
