@@ -188,7 +188,10 @@ class Figures:
 class Simulation:
     """One core, one engine after another, and a heap of what happens when."""
 
-    def __init__(self, num_tenants: int, times: ServiceTimes, seed: int = 0, deaths: int = DEATHS) -> None:
+    def __init__(
+        self, num_tenants: int, times: ServiceTimes, *, deaths: int = 0, num_steps: int | None = None, seed: int = 0
+    ) -> None:
+        """``num_steps`` is of each tenant; ``deaths`` engines end in the middle."""
         self.times, self.random = times, random.Random(seed)
         self.core = Core("m", SchedulerLimits(), Path("/data/weights"), Path("/data/snapshots"), seed)
         self.journal = MemoryJournal()
@@ -197,7 +200,7 @@ class Simulation:
         self.now = 0.0
         cost = times.cost_of_step(SAMPLING_SHARE, num_tenants > self.core.limits.max_loaded_runs)
         self.think_seconds = num_tenants * cost / LOAD - cost
-        steps = max(MIN_STEPS, STEPS // num_tenants)
+        steps = num_steps or max(MIN_STEPS, STEPS // num_tenants)
         num_users = max(1, round(num_tenants * USERS_SHARE))
         self.tenants = [
             Tenant(
@@ -475,16 +478,16 @@ def simulate(num_threads: int, is_quick: bool) -> str:
         f"{1e3 * times.step:.2f} ms; save {1e3 * times.save:.1f} ms, load {1e3 * times.load:.1f} ms; "
         f"{SAMPLES} sequences decode a token in {1e3 * times.sample_token:.2f} ms.",
         "",
-        "| tenants | steps | step p50 | step p99 | Jain | replayed | idle | runs moved | core, µs an event "
-        "| µs an operation |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| tenants | engine deaths | steps | step p50 | step p99 | Jain | replayed | idle | runs moved "
+        "| core, µs an event | µs an operation |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for num_tenants in NUM_TENANTS[:1] if is_quick else NUM_TENANTS:
-        say(f"simulating {num_tenants} tenants")
-        found = Simulation(num_tenants, times).run()
+    for num_tenants, deaths in itertools.product(NUM_TENANTS[:1] if is_quick else NUM_TENANTS, (0, DEATHS)):
+        say(f"simulating {num_tenants} tenants, {deaths} engine deaths")
+        found = Simulation(num_tenants, times, deaths=deaths).run()
         lines.append(
-            f"| {num_tenants:,} | {found.num_steps:,} | {found.p50:.3f} s | {found.p99:.3f} s | {found.fairness:.3f} "
-            f"| {found.replayed:.1%} | {found.idle:.0%} | {found.num_moves:,} "
+            f"| {num_tenants:,} | {deaths} | {found.num_steps:,} | {found.p50:.3f} s | {found.p99:.3f} s "
+            f"| {found.fairness:.3f} | {found.replayed:.1%} | {found.idle:.0%} | {found.num_moves:,} "
             f"| {1e6 * found.core_seconds / found.num_events:.1f} "
             f"| {1e6 * found.core_seconds / found.num_operations:.1f} |"
         )

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+import sys
 import time
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from bench.service.http import HttpError, HttpPool
 from bench.service.rows import ROWS as SERVICE_ROWS
 from bench.service.rows import growth_figure
 from bench.service.server import disk_bytes
+from bench.simulate import ServiceTimes, Simulation
 from bench.timing import Contestant, compete
 
 SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
@@ -314,3 +316,32 @@ def test_disk_bytes_counts_what_files_occupy(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "file").write_bytes(b"x" * 100_000)
     assert 100_000 <= disk_bytes(tmp_path) < 200_000
+
+
+def calls_per_event(num_tenants: int, num_steps: int) -> float:
+    """Simulate tenants and count the calls of functions in the scheduler's core, for each event it handles."""
+    times = ServiceTimes(0.01, 2e-4, 1e-3, 0.01, 0.05, 0.03, 0.01)
+    simulation = Simulation(num_tenants, times, deaths=1, num_steps=num_steps)
+    handle, num_calls = simulation.core.handle, 0
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    def counted(happened, now):
+        sys.setprofile(count)
+        try:
+            return handle(happened, now)
+        finally:
+            sys.setprofile(None)
+
+    simulation.core.handle = counted
+    found = simulation.run()
+    assert found.num_steps == num_steps * sum(not tenant.is_stuck for tenant in simulation.tenants)
+    assert found.replayed > 0
+    return num_calls / found.num_events
+
+
+def test_the_cost_of_an_event_does_not_grow_with_the_number_of_tenants():
+    few, many = calls_per_event(128, 6), calls_per_event(1024, 2)
+    assert many < 1.25 * few

@@ -48,6 +48,8 @@ class SentTurn:
 
 
 class Core:
+    """The state of one engine's scheduler, and every decision about it."""
+
     def __init__(self, name: str, limits: SchedulerLimits, weights: Path, snapshots: Path, seed: int) -> None:
         """``seed`` makes the names of the directories that engines write; they must never repeat."""
         self.name, self.limits = name, limits

@@ -60,7 +60,11 @@ class Committed:
 
 @dataclass(frozen=True, eq=False)
 class CommitFailed:
-    """The transaction changed nothing. With a `StorageError` the server is closing; anything else is final."""
+    """The transaction changed nothing.
+
+    With a `StorageError` it was a submit, or the server is closing; other transactions are retried. Anything else is
+    final.
+    """
 
     transaction: Transaction
     error: Exception

@@ -1,4 +1,4 @@
-"""Runs and operations as the scheduler core sees them: plain state, and the only code that changes it.
+"""Runs and operations as the scheduler core sees them. An operation's status and a run's fields change only here.
 
 ``Operation.status`` is assigned by `Operation.advance`, which refuses every step that is not in this table:
 
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Operation:
-    """One accepted request."""
+    """One request, from its arrival on; it is accepted once its row is committed."""
 
     request_id: str
     user_id: str
@@ -512,7 +512,7 @@ class RunState:
             self.loading = operation
 
     def credit(self, operation: Operation, seconds: float) -> None:
-        """Count the engine time of an operation that was computed."""
+        """Count the engine time of an operation that was computed; a replay is done, and the run above suspicion."""
         self.replays.discard(operation)
         if not self.replays:
             self.deaths = 0

@@ -58,6 +58,8 @@ class Accepted:
 
 
 class Scheduler:
+    """Turns requests into operations, hands them to the driver of their base model, and waits for results."""
+
     def __init__(
         self,
         store: Store,
@@ -211,6 +213,7 @@ class Scheduler:
         return await self._submit(driver, creation, events.CreateSubmitted(accept))
 
     async def train(self, user: User, run: Run, request: EncodedTraining) -> Accepted:
+        """Submit a ``forward`` or ``forward_backward``."""
         if request.loss_fn == "custom":
             check_loss_id(run.session_id, request.loss_fn_config.get("loss_id"))
         kind = "forward" if request.forward_only else "forward_backward"
