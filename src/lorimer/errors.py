@@ -50,16 +50,16 @@ class TooLarge(InvalidInput):
     """The input exceeds a limit; the message has both numbers."""
 
 
-class QuotaExceeded(InvalidInput):
-    """The caller has used up a quota; the message names it, with what is used and what is allowed."""
-
-
 class InvalidJson(InvalidInput):
     """The body is not JSON, or not JSON that is accepted."""
 
 
 class InvalidField(InvalidInput):
     """The body has a field that does not fit."""
+
+
+class QuotaExceeded(InvalidInput):
+    """The caller has used up a quota; the message names it, with what is used and what is allowed."""
 
 
 class NotFound(InvalidInput):

@@ -1,14 +1,11 @@
 """The schema: what the revisions build is what the tables say, on both databases, whatever happens on the way."""
 
-from datetime import datetime
-
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import MetaData, Table, inspect, select, text
+from sqlalchemy import inspect, text
 
 from lorimer.errors import StorageError
 from lorimer.store import Store, migrations
@@ -91,42 +88,12 @@ def test_a_migration_that_dies_half_way_leaves_the_old_schema(connection, monkey
     assert "futures" in tables(connection)
 
 
-def test_runs_of_the_first_schema_keep_their_snapshots(connection):
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", migrations.__path__[0])
-    with connection.begin():
-        command.upgrade(config, "0001")
-    values = {"snapshot_seq": 7, "snapshot_name": "seven", "corrupted": None}
-    for name in ("users", "sessions", "runs"):
-        insert_example(connection, name, **(values if name == "runs" else {}))
-    connection.commit()
-    migrations.migrate(connection)
-    row = connection.execute(select(metadata.tables["runs"])).one()
-    assert (row.snapshot_seq, row.snapshot_name, row.newest_seq, row.newest_name) == (7, "seven", None, None)
-
-
-def test_values_that_were_reported_before_are_counted(connection):
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", migrations.__path__[0])
-    with connection.begin():
-        command.upgrade(config, "0003")
-    for name in ("users", "sessions", "runs"):
-        insert_example(connection, name)
-    for entry_id, source in enumerate(["client", "client", "engine"]):
-        insert_example(connection, "metrics", entry_id=entry_id, source=source, weight=3)
-    connection.commit()
-    migrations.migrate(connection)
-    assert connection.execute(select(metadata.tables["metric_totals"])).all() == [("{}", 6)]
-
-
-def insert_example(connection, name, **values):
-    table = Table(name, MetaData(), autoload_with=connection)
-    examples = {column.name: example(column.type) for column in table.columns}
-    connection.execute(table.insert(), examples | values)
-
-
-def example(kind):
-    return {int: 1, bool: True, float: 1.0, bytes: b"", datetime: datetime(2026, 1, 1), str: "{}"}[kind.python_type]
+def test_the_schema_of_a_development_version_is_refused(new_database, tmp_path):
+    store = Store.open(new_database, tmp_path / "data")
+    store.write_now(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '0004'")))
+    store.close()
+    with pytest.raises(StorageError, match=r"the schema '0004' of a development version, .* begins with schema '0005'"):
+        Store.open(new_database, tmp_path / "data")
 
 
 def test_the_schema_of_a_newer_version_is_refused(new_database, tmp_path):

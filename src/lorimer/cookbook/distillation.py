@@ -8,25 +8,22 @@ prompt distillation, what the teacher answers when it reads more than the studen
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer import Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, TrainingClient, types
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer import Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, types
+from lorimer.cookbook.checkpoints import Checkpoint
 from lorimer.cookbook.completers import StopCondition, derive_seed
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.evaluation import Evaluator
-from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
+from lorimer.cookbook.loops import LoopConfig, Result, Training, optim_metrics, run_loop
 from lorimer.cookbook.rl.advantages import discounted_future_sum
 from lorimer.cookbook.rl.datums import RolloutDatum
 from lorimer.cookbook.rl.metrics import sampler_trainer_metrics
-from lorimer.cookbook.schedules import Schedule, learning_rate
-from lorimer.cookbook.service import open_service
-from lorimer.cookbook.supervised import Result
+from lorimer.cookbook.schedules import Schedule
 from lorimer.errors import InvalidInput
 
 
@@ -131,12 +128,9 @@ def on_policy_datum(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(LoopConfig):
     """On-policy distillation."""
 
-    log_dir: Path
-    base_model: str
-    base_url: str | None = None
     dataset: Dataset[Prompt]
     teacher_path: str | None = None
     """Saved weights of the teacher; ``None`` is ``teacher_model`` as it is."""
@@ -151,98 +145,64 @@ class Config:
     kl_discount_factor: float = 0.0
     learning_rate: float = 1e-4
     schedule: Schedule = "constant"
-    rank: int = 32
-    seed: int = 0
-    load_from: str | None = None
-    max_steps: int | None = None
-    evaluators: Sequence[Evaluator] = ()
-    eval_every: int = 0
-    """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
     save_every: int = 20
-    keep: int | None = 1
-    sinks: Sequence[str] = DEFAULT_SINKS
-    notes: dict[str, Any] = field(default_factory=dict)
+
+    MAY_CHANGE: ClassVar[str] = f"{LoopConfig.MAY_CHANGE} eval_every"
 
     @property
-    def num_steps(self) -> int:
-        return len(self.dataset) if self.max_steps is None else min(len(self.dataset), self.max_steps)
+    def num_batches(self) -> int:
+        return len(self.dataset)
 
     def described(self) -> dict[str, Any]:
-        left_out = "log_dir base_url dataset evaluators eval_every sinks save_every keep notes".split()
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        return values | {"num_steps": self.num_steps} | self.notes
+        values = super().described()
+        if not self.warmup_steps:
+            del values["warmup_steps"]  # which older runs do not have
+        return values
 
 
 async def train(config: Config, service: ServiceClient | None = None) -> Result:
-    """Distil, or go on distilling, until the dataset or ``max_steps`` ends."""
-    if service is None:
-        with open_service(config.base_model, config.base_url) as opened:
-            return await train(config, opened)
-    checkpoints = Checkpoints(config.log_dir, config.keep)
-    last = checkpoints.last()
-    start = last.step if last is not None else 0
-    is_done = start >= config.num_steps
-    with open_log(
-        config.log_dir,
-        config=config.described(),
-        total_steps=config.num_steps,
-        resume_step=start,
-        sinks=() if is_done else config.sinks,
-    ) as log:
-        if last is None or not is_done:
-            teacher_model = None if config.teacher_path else config.teacher_model or config.base_model
-            teacher = await service.create_sampling_client_async(config.teacher_path, base_model=teacher_model)
-            client, start = await open_training_client(
-                service,
-                base_model=config.base_model,
-                rank=config.rank,
-                checkpoints=checkpoints,
-                load_from=config.load_from,
-                seed=config.seed,
-            )
-            log.follow(client)
-            last = await _Loop(config, client, teacher, checkpoints, log).run(start)
-        else:
-            tell_complete(config.log_dir, config.num_steps)
-    return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
+    """Distil, or resume distilling, until the dataset or ``max_steps`` ends."""
+
+    async def steps(training: Training, start: int) -> Checkpoint:
+        teacher_model = None if config.teacher_path else config.teacher_model or config.base_model
+        teacher = await training.service.create_sampling_client_async(config.teacher_path, base_model=teacher_model)
+        return await _Loop(config, training, teacher).run(start)
+
+    return await run_loop(config, steps, service)
 
 
 @dataclass(frozen=True)
 class _Loop:
     config: Config
-    client: TrainingClient
+    training: Training
     teacher: SamplingClient
-    checkpoints: Checkpoints
-    log: MetricLog
 
     async def run(self, start: int) -> Checkpoint:
-        config, total = self.config, self.config.num_steps
-        student = await self.client.save_weights_and_get_sampling_client_async()
-        for number in range(start, total):
+        config, training, client = self.config, self.training, self.training.client
+        student = await client.save_weights_and_get_sampling_client_async()
+        for number in range(start, training.total):
             begun = time.monotonic()
-            is_due = config.eval_every and number % config.eval_every == 0
-            evaluated = await self._evaluate(student) if is_due else {}
+            evaluated = await training.run_evaluators(student) if training.is_evaluated(number) else {}
             data = await self._sample(student, number)
-            rate = learning_rate(config.schedule, number, total, config.learning_rate)
             sent = [datum.to_datum("importance_sampling") for datum in data]
-            passed = self.client.forward_backward(sent, "importance_sampling")
-            optimised = self.client.optim_step(types.AdamParams(learning_rate=rate))
-            student = await self.client.save_weights_and_get_sampling_client_async()
-            trained = [one["logprobs"].to_numpy() for one in (await passed).loss_fn_outputs]
-            self.log.log(
-                _told(data, config)
+            fwd_bwd_future = client.forward_backward(sent, "importance_sampling")
+            optim_future = client.optim_step(types.AdamParams(learning_rate=config.rate(number)))
+            student = await client.save_weights_and_get_sampling_client_async()
+            trained = [one["logprobs"].to_numpy() for one in (await fwd_bwd_future).loss_fn_outputs]
+            training.log.log(
+                _sample_metrics(data, config)
                 | evaluated
-                | {"learning_rate": rate, "num_tokens": sum(int(datum.mask.sum()) for datum in data)}
+                | {"learning_rate": config.rate(number), "num_tokens": sum(int(datum.mask.sum()) for datum in data)}
                 | sampler_trainer_metrics(data, trained)
-                | {f"optim/{name}": value for name, value in ((await optimised).metrics or {}).items()}
+                | optim_metrics(await optim_future)
                 | {"time/step_seconds": time.monotonic() - begun},
                 number,
             )
-            if config.save_every and (number + 1) % config.save_every == 0 and number + 1 < total:
-                await self.checkpoints.save_async(self.client, number + 1)
-        if metrics := await self._evaluate(student):
-            self.log.log(metrics, total)
-        return await self.checkpoints.save_async(self.client, total)
+            if training.is_saved(number + 1):
+                await training.checkpoints.save_async(client, number + 1)
+        if metrics := await training.run_evaluators(student):
+            training.log.log(metrics, training.total)
+        return await training.checkpoints.save_async(client, training.total)
 
     async def _sample(self, student: SamplingClient, number: int) -> list[RolloutDatum]:
         config = self.config
@@ -275,19 +235,13 @@ class _Loop:
         played = await asyncio.gather(*(play(index, prompt) for index, prompt in enumerate(prompts)))
         return [datum for data in played for datum in data]
 
-    async def _evaluate(self, student: SamplingClient) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for part in await asyncio.gather(*(run(student) for run in self.config.evaluators)):
-            metrics |= part
-        return metrics
 
-
-def _told(data: Sequence[RolloutDatum], config: Config) -> dict[str, float]:
+def _sample_metrics(data: Sequence[RolloutDatum], config: Config) -> dict[str, float]:
     num_sampled = sum(float(datum.mask.sum()) for datum in data)
-    told = {"tokens_per_sample": num_sampled / len(data)}
+    length = {"tokens_per_sample": num_sampled / len(data)}
     if config.kl_discount_factor:
-        return told  # advantages then are sums over later tokens
-    return {"reverse_kl": -sum(float(datum.advantages.sum()) for datum in data) / num_sampled / config.kl_coef} | told
+        return length  # advantages then are sums over later tokens
+    return {"reverse_kl": -sum(float(datum.advantages.sum()) for datum in data) / num_sampled / config.kl_coef} | length
 
 
 def reverse_kl(

@@ -9,21 +9,17 @@ to the same bits: nothing is sampled, and the reference is computed step by step
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
 from lorimer.chat.conversation import Message, check_messages, text_of
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer.cookbook.checkpoints import Checkpoint
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import conversation_to_datum, num_tokens
-from lorimer.cookbook.evaluation import Evaluator, target_logprobs
-from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
+from lorimer.cookbook.evaluation import target_logprobs
+from lorimer.cookbook.loops import LoopConfig, Result, Training, optim_metrics, run_loop
 from lorimer.cookbook.renderers import Renderer
-from lorimer.cookbook.schedules import Schedule, learning_rate
-from lorimer.cookbook.service import open_service
-from lorimer.cookbook.supervised import Result
 from lorimer.errors import InvalidInput
 
 Kind = Literal["dpo", "reward_model"]
@@ -152,80 +148,39 @@ def _is_preferred(margin: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    log_dir: Path
-    base_model: str
-    base_url: str | None = None
+class Config(LoopConfig):
     dataset: Dataset[Pair]
     kind: Kind = "dpo"
     beta: float = 0.1
     """How strongly DPO holds on to the initial weights; of a reward model it scales the reward, and 1 is usual."""
     learning_rate: float = 1e-5
-    schedule: Schedule = "linear"
-    warmup_steps: int = 0
-    rank: int = 32
-    seed: int = 0
     load_from: str | None = None
     """A checkpoint whose weights the run begins with, and which DPO's reference then has."""
-    max_steps: int | None = None
     test_pairs: Sequence[Pair] = ()
     """Held out; ``test/accuracy``, ``test/margin`` and the rest are measured on them."""
-    evaluators: Sequence[Evaluator] = ()
-    eval_every: int = 0
-    """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
-    save_every: int = 0
-    keep: int | None = 1
-    sinks: Sequence[str] = DEFAULT_SINKS
-    notes: dict[str, Any] = field(default_factory=dict)
-    """More of what must not change when the run is resumed: what the dataset was made from."""
+
+    MAY_CHANGE: ClassVar[str] = f"{LoopConfig.MAY_CHANGE} test_pairs"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in get_args(Kind):
             raise InvalidInput(f"kind is {self.kind!r}; accepted are {', '.join(get_args(Kind))}")
         if not self.beta > 0:
             raise InvalidInput(f"beta is {self.beta}; more than 0 is accepted")
 
     @property
-    def num_steps(self) -> int:
-        return len(self.dataset) if self.max_steps is None else min(len(self.dataset), self.max_steps)
-
-    def described(self) -> dict[str, Any]:
-        left_out = "log_dir base_url dataset test_pairs evaluators sinks save_every keep notes".split()
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
-        return values | {"num_steps": self.num_steps} | self.notes
+    def num_batches(self) -> int:
+        return len(self.dataset)
 
 
 async def train(config: Config, service: ServiceClient | None = None) -> Result:
-    """Train, or go on training, until the dataset or ``max_steps`` ends."""
-    if service is None:
-        with open_service(config.base_model, config.base_url) as opened:
-            return await train(config, opened)
-    checkpoints = Checkpoints(config.log_dir, config.keep)
-    last = checkpoints.last()
-    start = last.step if last is not None else 0
-    is_done = start >= config.num_steps
-    with open_log(
-        config.log_dir,
-        config=config.described(),
-        total_steps=config.num_steps,
-        resume_step=start,
-        sinks=() if is_done else config.sinks,
-    ) as log:
-        if last is None or not is_done:
-            client, start = await open_training_client(
-                service,
-                base_model=config.base_model,
-                rank=config.rank,
-                checkpoints=checkpoints,
-                load_from=config.load_from,
-                seed=config.seed,
-            )
-            reference = await _open_reference(config, service) if config.kind == "dpo" else None
-            log.follow(client)
-            last = await _Loop(config, client, checkpoints, log, reference).run(start)
-        else:
-            tell_complete(config.log_dir, config.num_steps)
-    return Result(last, {name: value for line in read_metrics(config.log_dir)[-2:] for name, value in line.items()})
+    """Train, or resume training, until the dataset or ``max_steps`` ends."""
+
+    async def steps(training: Training, start: int) -> Checkpoint:
+        reference = await _open_reference(config, training.service) if config.kind == "dpo" else None
+        return await _Loop(config, training, reference).run(start)
+
+    return await run_loop(config, steps, service)
 
 
 async def _open_reference(config: Config, service: ServiceClient) -> TrainingClient:
@@ -240,19 +195,13 @@ async def _open_reference(config: Config, service: ServiceClient) -> TrainingCli
     return await service.create_lora_training_client_async(config.base_model, rank=1, user_metadata=metadata)
 
 
-Passed = tuple[APIFuture[types.ForwardBackwardOutput], APIFuture[types.OptimStepResponse]]
+StepFutures = tuple[APIFuture[types.ForwardBackwardOutput], APIFuture[types.OptimStepResponse]]
 
 
 class _Loop:
-    def __init__(
-        self,
-        config: Config,
-        client: TrainingClient,
-        checkpoints: Checkpoints,
-        log: MetricLog,
-        reference: TrainingClient | None,
-    ) -> None:
-        self._config, self._client, self._checkpoints, self._log = config, client, checkpoints, log
+    def __init__(self, config: Config, training: Training, reference: TrainingClient | None) -> None:
+        self._config, self._training = config, training
+        self._client, self._checkpoints, self._log = training.client, training.checkpoints, training.log
         self._reference = reference
         self._of_test_pairs: list[float] | None = None
 
@@ -262,26 +211,24 @@ class _Loop:
         The reference of the next step is computed beside a backward pass, never beside a forward pass, which would
         become one pass with it or not, by chance, and be rounded otherwise.
         """
-        config, total = self._config, self._config.num_steps
+        config, total = self._config, self._training.total
         finish: Callable[[], Awaitable[None]] | None = None
         scored = asyncio.create_task(self._score(start))
         try:
             for number in range(start, total):
                 begun = time.monotonic()
-                save = None
-                if config.save_every and number > start and number % config.save_every == 0:
-                    save = self._checkpoints.begin_save(self._client, number)
+                save = self._checkpoints.begin_save(self._client, number) if self._training.is_saved(number) else None
                 pairs, reference = await scored
-                evaluated = await self._evaluate() if config.eval_every and number % config.eval_every == 0 else {}
+                evaluated = await self._evaluate() if self._training.is_evaluated(number) else {}
                 loss = pairwise_loss(config.beta, reference)
-                passed = await self._client.forward_backward_custom_async(_flat(pairs), loss)
-                optimised = self._client.optim_step(types.AdamParams(learning_rate=self._rate(number)))
+                fwd_bwd_future = await self._client.forward_backward_custom_async(_flat(pairs), loss)
+                optim_future = self._client.optim_step(types.AdamParams(learning_rate=config.rate(number)))
                 scored = asyncio.create_task(self._score(number + 1))
                 if finish is not None:
                     await finish()
                 if save is not None:
                     await save()
-                finish = self._finisher(number, begun, pairs, evaluated, (passed, optimised))
+                finish = self._finisher(number, begun, pairs, evaluated, (fwd_bwd_future, optim_future))
             save = self._checkpoints.begin_save(self._client, total)
             if finish is not None:
                 await finish()
@@ -306,26 +253,22 @@ class _Loop:
         return scores
 
     def _finisher(
-        self, number: int, begun: float, pairs: Sequence[Pair], evaluated: dict[str, float], passed: Passed
+        self, number: int, begun: float, pairs: Sequence[Pair], evaluated: dict[str, float], futures: StepFutures
     ) -> Callable[[], Awaitable[None]]:
         async def finish() -> None:
-            output, optimised = await passed[0], await passed[1]
+            output, optimised = await futures[0], await futures[1]
             names = _metrics(0.0, [0.0, 0.0])
             data = _flat(pairs)
             self._log.log(
                 {f"train/{name}": output.metrics[name] for name in names}
                 | evaluated
-                | {"learning_rate": self._rate(number), "num_tokens": num_tokens(data), "num_pairs": len(pairs)}
-                | {f"optim/{name}": value for name, value in (optimised.metrics or {}).items()}
+                | {"learning_rate": self._config.rate(number), "num_tokens": num_tokens(data), "num_pairs": len(pairs)}
+                | optim_metrics(optimised)
                 | {"time/latency_seconds": time.monotonic() - begun},
                 number,
             )
 
         return finish
-
-    def _rate(self, number: int) -> float:
-        config = self._config
-        return learning_rate(config.schedule, number, config.num_steps, config.learning_rate, config.warmup_steps)
 
     async def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -338,8 +281,7 @@ class _Loop:
             metrics = {f"test/{name}": value for name, value in found.items()}
         if self._config.evaluators:
             client = await self._client.save_weights_and_get_sampling_client_async()
-            for part in await asyncio.gather(*(run(client) for run in self._config.evaluators)):
-                metrics |= part
+            metrics |= await self._training.run_evaluators(client)
         return metrics
 
 

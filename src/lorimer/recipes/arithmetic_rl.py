@@ -82,7 +82,7 @@ def main(
                 measure(max_tokens=MAX_TOKENS, name="greedy"),
                 measure(max_tokens=MAX_TOKENS, name="sampled", temperature=1.0, num_samples=4),
             ],
-            eval_every=eval_every or steps,
+            eval_every=eval_every,
             seed=seed,
             notes={"batch_size": batch_size, "group_size": group_size},
         )

@@ -9,9 +9,11 @@ import pytest
 
 from lorimer.cookbook.checkpoints import Checkpoints, read_jsonl
 from lorimer.cookbook.logs import read_metrics
+from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.advantages import incorporate_kl_penalty
 from lorimer.cookbook.rl.datums import RolloutDatum
+from lorimer.cookbook.rl.envs import RLDataset
 from lorimer.cookbook.rl.graders import GraderPool
 from lorimer.cookbook.rl.problems import GradedProblem, ProblemDataset, ProblemGroupBuilder
 from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout
@@ -23,10 +25,15 @@ from tests.cookbook.rl.episodes import MODEL, SumEnv, sum_datasets, tiny_rendere
 from tests.cookbook.weights import weights_of
 
 
+def only_training(renderer: Renderer) -> tuple[RLDataset, None]:
+    """Sums to train on, and none to measure with."""
+    return sum_datasets(renderer)[0], None
+
+
 def make_config(log_dir: Path, **options: object) -> Config:
     values = {
         "base_model": MODEL,
-        "dataset_builder": sum_datasets,
+        "dataset_builder": only_training,
         "log_dir": log_dir,
         "learning_rate": 2e-3,
         "rank": 4,
@@ -45,7 +52,7 @@ def curve(log_dir: Path) -> list[list[float]]:
 
 
 async def test_run_trains_measures_and_keeps_what_it_did(service, log_dir):
-    config = make_config(log_dir, num_steps=3, eval_every=2, save_every=2)
+    config = make_config(log_dir, dataset_builder=sum_datasets, num_steps=3, eval_every=2, save_every=2)
     result = await training.train(config, service)
     lines = read_metrics(log_dir)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -65,6 +72,13 @@ async def test_run_trains_measures_and_keeps_what_it_did(service, log_dir):
     assert transcripts[0]["reference_answer"] == ""
     sampler = await service.create_sampling_client_async(model_path=result.sampler_path)
     assert (await sampler.get_base_model_async()) == MODEL
+
+
+async def test_without_a_period_only_the_end_is_evaluated(service, log_dir):
+    result = await training.train(make_config(log_dir, dataset_builder=sum_datasets, num_steps=2), service)
+    lines = read_metrics(log_dir)
+    assert [(line["step"], "test/correct" in line) for line in lines] == [(0, False), (1, False), (2, True)]
+    assert result.metrics["test/correct"] == lines[2]["test/correct"]
 
 
 async def test_streamed_minibatches_do_what_the_whole_batch_does(service, tmp_path):

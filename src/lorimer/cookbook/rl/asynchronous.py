@@ -102,7 +102,7 @@ async def train_off_policy(run: Run, start: int) -> tuple[Policy, dict[str, Any]
     a run that goes on must remember."""
     options = run.config.asynchronous
     assert options is not None
-    last = run.checkpoints.last()
+    last = run.training.checkpoints.last()
     queue = GroupQueue(run.dataset, last.extra if last else None)
     size = options.groups_per_batch or len(run.dataset.get_batch(0))
     sampling = Sampling(queue, await run.policy(start), size * options.max_steps_off_policy)

@@ -13,10 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lorimer import SamplingClient, ServiceClient, TrainingClient
+from lorimer import SamplingClient, ServiceClient
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
 from lorimer.cookbook.console import say
-from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, MetricLog, open_log
+from lorimer.cookbook.evaluation import Evaluator
+from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, open_log
+from lorimer.cookbook.loops import Training
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
 from lorimer.cookbook.rl.metrics import SignalWatch, rollout_metrics, staleness_metrics
@@ -31,7 +33,6 @@ TRANSCRIPTS_FILE = "rollouts.jsonl"
 FIRST = ("reward/total", "correct", "by_group/frac_mixed", "ac_tokens_per_turn", "frac_truncated")
 """Metrics of ``env/all`` that come first in the log, for displays with little room."""
 
-Evaluator = Callable[[SamplingClient], Awaitable[dict[str, float]]]
 DatasetBuilder = Callable[[Renderer], tuple[RLDataset, RLDataset | None]]
 
 
@@ -85,7 +86,7 @@ class Config(UpdateConfig):
     """Saved sampler weights; ``None`` is the base model."""
     evaluators: Sequence[Evaluator] = ()
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates nothing. The end is evaluated too."""
+    """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
     eval_temperature: float = 0.0
     save_every: int = 20
     keep: int | None = 2
@@ -152,7 +153,8 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
     log.follow(client)
     transcripts = JsonlSink(Path(config.log_dir) / TRANSCRIPTS_FILE, start)
     with log:
-        run = Run(config, client, checkpoints, log, transcripts, tokenizer, dataset, test_set, reference, total)
+        training = Training(config, service, client, checkpoints, log, total)
+        run = Run(config, training, transcripts, tokenizer, dataset, test_set, reference)
         try:
             return await run.train(start)
         finally:
@@ -164,34 +166,35 @@ class Run:
     """What the loops share: clients and logs of one run, and the parts of a step."""
 
     config: Config
-    client: TrainingClient
-    checkpoints: Checkpoints
-    log: MetricLog
+    training: Training
     transcripts: JsonlSink
     tokenizer: Any
     dataset: RLDataset
     test_set: RLDataset | None
     reference: SamplingClient | None
-    total: int
     signal: SignalWatch = field(default_factory=SignalWatch)
+
+    @property
+    def total(self) -> int:
+        return self.training.total
 
     async def train(self, start: int) -> Result:
         from lorimer.cookbook.rl.asynchronous import train_off_policy
 
         loop = train_on_policy if self.config.asynchronous is None else train_off_policy
         policy, extra = await loop(self, start)
-        last = self.checkpoints.last()
+        last = self.training.checkpoints.last()
         if last is None or last.step < self.total:
             last = await self.save(self.total, extra)
         metrics = await self.evaluate(policy, self.total)
         if metrics:
-            self.log.log(metrics, self.total)
+            self.training.log.log(metrics, self.total)
         return Result(state_path=last.state_path, sampler_path=last.sampler_path, num_steps=self.total, metrics=metrics)
 
     async def policy(self, step: int) -> Policy:
         """The weights as they are after ``step`` steps, to sample from."""
         return Policy(
-            sampling_client=await self.client.save_weights_and_get_sampling_client_async(),
+            sampling_client=await self.training.client.save_weights_and_get_sampling_client_async(),
             max_tokens=self.config.max_tokens,
             temperature=self.config.temperature,
             seed=self.config.seed,
@@ -200,17 +203,14 @@ class Run:
         )
 
     def update(self, step: int) -> Update:
-        return Update(self.client, self.config, step, self.total, self.reference)
+        return Update(self.training.client, self.config, step, self.total, self.reference)
 
     async def evaluate(self, policy: Policy, step: int) -> dict[str, float]:
         """Metrics of the test set and the evaluators, where the step is one to evaluate at."""
-        every = self.config.eval_every
-        if not every or (step % every and step != self.total):
+        if not self.training.is_evaluated(step):
             return {}
         metrics = await evaluate_on(self.test_set, policy, self.config.eval_temperature) if self.test_set else {}
-        for evaluator in self.config.evaluators:
-            metrics |= await evaluator(policy.sampling_client)
-        return metrics
+        return metrics | await self.training.run_evaluators(policy.sampling_client)
 
     def report(self, step: int, groups: Sequence[TrajectoryGroup], metrics: dict[str, float], begun: float) -> None:
         """Log a step. Metrics of rollouts come first."""
@@ -221,7 +221,7 @@ class Run:
         speed = {"num_tokens": num_tokens, "tokens_per_second": num_tokens / seconds, "time/total": seconds}
         for extra in self.config.extra_metrics:
             metrics |= extra()
-        self.log.log(first | metrics | speed | found, step)
+        self.training.log.log(first | metrics | speed | found, step)
         if self.reference is None and (warning := self.signal.look(groups)):
             say(f"warning: {warning} The answers are in {Path(self.config.log_dir) / TRANSCRIPTS_FILE}.")
         for index, group in enumerate(groups[: self.config.num_groups_to_log]):
@@ -237,10 +237,10 @@ class Run:
                 self.transcripts.log(place | last.logs, step)
 
     async def save(self, step: int, extra: dict[str, Any]) -> Checkpoint:
-        return await self.checkpoints.save_async(self.client, step, extra)
+        return await self.training.checkpoints.save_async(self.training.client, step, extra)
 
     async def save_if_due(self, step: int, extra: dict[str, Any]) -> None:
-        if step % self.config.save_every == 0 and step < self.total:
+        if self.training.is_saved(step):
             await self.save(step, extra)
 
 

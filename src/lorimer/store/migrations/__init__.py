@@ -1,7 +1,7 @@
 """The history of the schema, as Alembic revisions, and the function that brings a database up to it.
 
 All pending revisions run in one transaction under a lock, so a database has the old schema or the new one, whatever
-happens on the way. One made by a newer Lorimer is refused.
+happens on the way. A schema of a newer Lorimer is refused, and so is one from before the first release.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def migrate(connection: Connection) -> None:
 
 
 def current_revision(connection: Connection) -> str | None:
-    """The revision the database says it has; None for an empty one."""
+    """Return the revision of the database; None for an empty one."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
@@ -43,6 +43,11 @@ def _upgrade(connection: Connection, current: str | None) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if current is not None and current not in known and current < SCHEMA_VERSION:
+        raise StorageError(
+            f"the database has the schema {current!r} of a development version, which this Lorimer does not migrate: it"
+            f" begins with schema {min(known)!r}; start with another data directory or database"
+        )
     if current is not None and current not in known:
         raise StorageError(
             f"the database has the schema {current!r} of a newer Lorimer, this one knows schemas up to"

@@ -1,9 +1,12 @@
-"""The first schema."""
+"""The first schema that is released.
+
+Its number continues that of development versions, so that a database of the last of them opens as it is.
+"""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0005"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -64,6 +67,14 @@ def upgrade() -> None:
         sa.Column("holds_bytes", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("request_id", name=op.f("pk_futures")),
         sa.UniqueConstraint("lane", "seq_id", name=op.f("uq_futures_lane_seq_id")),
+    )
+    op.create_index(
+        "ix_futures_errors",
+        "futures",
+        ["user_id", "finished_at"],
+        unique=False,
+        sqlite_where=sa.text("error IS NOT NULL"),
+        postgresql_where=sa.text("error IS NOT NULL"),
     )
     op.create_index(
         "ix_futures_fetched_holds_bytes",
@@ -138,6 +149,8 @@ def upgrade() -> None:
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("email", sa.Text(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("max_stored_bytes", sa.BigInteger(), nullable=True),
+        sa.Column("requests_per_second", sa.Double(), nullable=True),
         sa.PrimaryKeyConstraint("user_id", name=op.f("pk_users")),
         sa.UniqueConstraint("name", name=op.f("uq_users_name")),
     )
@@ -273,6 +286,8 @@ def upgrade() -> None:
         sa.Column("snapshot_name", sa.Text(), nullable=True),
         sa.Column("corrupted", sa.Text(), nullable=True),
         sa.Column("is_unloaded", sa.Boolean(), nullable=False),
+        sa.Column("newest_seq", sa.BigInteger(), nullable=True),
+        sa.Column("newest_name", sa.Text(), nullable=True),
         sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name=op.f("fk_runs_session_id")),
         sa.PrimaryKeyConstraint("model_id", name=op.f("pk_runs")),
         sa.UniqueConstraint("session_id", "model_seq_id", name=op.f("uq_runs_session_id_model_seq_id")),
@@ -280,6 +295,40 @@ def upgrade() -> None:
     op.create_index(op.f("ix_runs_created_at_model_id"), "runs", ["created_at", "model_id"], unique=False)
     op.create_index(
         op.f("ix_runs_user_id_created_at_model_id"), "runs", ["user_id", "created_at", "model_id"], unique=False
+    )
+    op.create_table(
+        "metrics",
+        sa.Column("entry_id", NUMBER, autoincrement=True, nullable=False),
+        sa.Column("model_id", sa.Text(), nullable=False),
+        sa.Column("source", sa.Text(), nullable=False),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("is_step", sa.Boolean(), nullable=False),
+        sa.Column("weight", sa.BigInteger(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("data", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["model_id"], ["runs.model_id"], name=op.f("fk_metrics_model_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("entry_id", name=op.f("pk_metrics")),
+        sqlite_autoincrement=True,
+    )
+    op.create_index(op.f("ix_metrics_model_id_entry_id"), "metrics", ["model_id", "entry_id"], unique=False)
+    op.create_index("ix_metrics_number", "metrics", ["model_id", "source", "number", "is_step", "weight"], unique=False)
+    op.create_table(
+        "metric_names",
+        sa.Column("model_id", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["model_id"], ["runs.model_id"], name=op.f("fk_metric_names_model_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("model_id", "name", name=op.f("pk_metric_names")),
+    )
+    op.create_table(
+        "metric_totals",
+        sa.Column("model_id", sa.Text(), nullable=False),
+        sa.Column("num_values", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["model_id"], ["runs.model_id"], name=op.f("fk_metric_totals_model_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("model_id", name=op.f("pk_metric_totals")),
     )
     op.create_table(
         "samplers",

@@ -1,0 +1,174 @@
+"""The frame of the training loops: open or resume a run, decide what is due at a step, evaluate, log and end.
+
+``supervised.py``, ``preference.py``, ``distillation.py`` and ``rl/training.py`` hold what differs between them: the
+steps. ``eval_every`` and ``save_every`` mean the same in all of them: evaluations come before a step, the end is always
+evaluated and saved, and 0 does so at the end only.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from lorimer import SamplingClient, ServiceClient, TrainingClient, types
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer.cookbook.evaluation import Evaluator
+from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
+from lorimer.cookbook.schedules import Schedule, learning_rate
+from lorimer.cookbook.service import open_service
+from lorimer.errors import InvalidInput
+
+
+class Cadence(Protocol):
+    """What a run needs of its configuration to know what is due."""
+
+    @property
+    def evaluators(self) -> Sequence[Evaluator]: ...
+    @property
+    def eval_every(self) -> int: ...
+    @property
+    def save_every(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The settings that the loops over a dataset share."""
+
+    log_dir: Path
+    """Where metrics, configuration and the list of checkpoints go; a run found there is resumed."""
+    base_model: str
+    base_url: str | None = None
+    """The server, as ``open_service`` finds it."""
+    learning_rate: float
+    """The largest; ``schedule`` and ``warmup_steps`` say how it is reached and left."""
+    schedule: Schedule = "linear"
+    warmup_steps: int = 0
+    rank: int = 32
+    seed: int = 0
+    """Of the adapter; the dataset has its own."""
+    load_from: str | None = None
+    """A checkpoint whose weights the run begins with."""
+    max_steps: int | None = None
+    """Stop after so many steps, although the dataset has more."""
+    evaluators: Sequence[Evaluator] = ()
+    """Called with a sampling client of the current weights; their metrics are logged with the step."""
+    eval_every: int = 0
+    """Steps between evaluations, which come before the step; 0 evaluates at the end only."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int | None = 1
+    """How many checkpoints stay on the server; ``None`` keeps all."""
+    sinks: Sequence[str] = DEFAULT_SINKS
+    notes: dict[str, Any] = field(default_factory=dict)
+    """More of what must not change when the run is resumed: what the dataset was made from."""
+
+    MAY_CHANGE: ClassVar[str] = "log_dir base_url dataset evaluators sinks save_every keep notes"
+    """Names of settings that a resumed run may have otherwise; they are not part of ``config.json``."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "max_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInput(f"{name} is {value}; 1 or more is accepted")
+
+    @property
+    def num_batches(self) -> int:
+        """How many steps the dataset is enough for."""
+        raise NotImplementedError
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_batches if self.max_steps is None else min(self.num_batches, self.max_steps)
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings that decide the result, for ``config.json``."""
+        left_out = self.MAY_CHANGE.split()
+        values = {name: getattr(self, name) for name in (item.name for item in fields(self)) if name not in left_out}
+        return values | {"num_steps": self.num_steps} | self.notes
+
+    def adapter_options(self) -> dict[str, Any]:
+        """Return more arguments of ``open_training_client``."""
+        return {}
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(self.schedule, step, self.num_steps, self.learning_rate, self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class Result:
+    checkpoint: Checkpoint
+    """Of the trained model."""
+    metrics: dict[str, Any]
+    """Of the last step, and of the evaluation after it."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """An open run: its client, its log, its checkpoints, and what is due at a step."""
+
+    cadence: Cadence
+    service: ServiceClient
+    client: TrainingClient
+    checkpoints: Checkpoints
+    log: MetricLog
+    total: int
+    """How many steps the run has at its end."""
+
+    def is_evaluated(self, step: int) -> bool:
+        """Return whether the weights before this step, or at the end, are evaluated."""
+        every = self.cadence.eval_every
+        return step == self.total or (every > 0 and step % every == 0)
+
+    def is_saved(self, step: int) -> bool:
+        """Return whether a checkpoint is due after so many steps; the one at the end is not counted."""
+        every = self.cadence.save_every
+        return every > 0 and 0 < step < self.total and step % every == 0
+
+    async def run_evaluators(self, sampling_client: SamplingClient) -> dict[str, float]:
+        """Return the metrics of all evaluators, which run concurrently."""
+        found = await asyncio.gather(*(evaluate(sampling_client) for evaluate in self.cadence.evaluators))
+        return {name: value for metrics in found for name, value in metrics.items()}
+
+
+Steps = Callable[[Training, int], Awaitable[Checkpoint]]
+"""Trains an open run from a step on, and returns the checkpoint of its end."""
+
+
+async def run_loop(config: LoopConfig, steps: Steps, service: ServiceClient | None) -> Result:
+    """Open the run of ``config.log_dir``, new or at its last checkpoint, and train it with ``steps`` to its end."""
+    if service is None:
+        with open_service(config.base_model, config.base_url) as opened:
+            return await run_loop(config, steps, opened)
+    checkpoints = Checkpoints(config.log_dir, config.keep)
+    last = checkpoints.last()
+    start = last.step if last is not None else 0
+    is_done = start >= config.num_steps
+    with open_log(
+        config.log_dir,
+        config=config.described(),
+        total_steps=config.num_steps,
+        resume_step=start,
+        sinks=() if is_done else config.sinks,
+    ) as log:
+        if last is not None and is_done:
+            tell_complete(config.log_dir, config.num_steps)
+        else:
+            client, start = await open_training_client(
+                service,
+                base_model=config.base_model,
+                rank=config.rank,
+                checkpoints=checkpoints,
+                load_from=config.load_from,
+                seed=config.seed,
+                **config.adapter_options(),
+            )
+            log.follow(client)
+            last = await steps(Training(config, service, client, checkpoints, log, config.num_steps), start)
+    lines = read_metrics(config.log_dir)[-2:]
+    return Result(last, {name: value for line in lines for name, value in line.items()})
+
+
+def optim_metrics(response: types.OptimStepResponse) -> dict[str, float]:
+    """Return the metrics of an optimiser step under ``optim/``."""
+    return {f"optim/{name}": value for name, value in (response.metrics or {}).items()}
