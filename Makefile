@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow conformance-old cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -18,13 +18,29 @@ demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
 	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
-test: $(INSTALLED) ## Run the tests, in less than 15 minutes on two cores
-	@sh tools/browser.sh
-	$(BIN)/python -m pytest -m "not slow and not gpu" --timeout=300 --numprocesses=2 --no-loadscope-reorder \
-		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
+# Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
+QUICK := not slow and not gpu and not service and not console
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
+test: $(INSTALLED) ## Run what any change can break, in less than 6 minutes on two cores
+	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
-test-slow: $(INSTALLED) ## Run the tests that are slow or download something
-	$(BIN)/python -m pytest -m "slow and not gpu"
+test-service: $(INSTALLED) ## Run official clients against servers, faults, PostgreSQL and killed processes, the slow ones too
+	$(PYTEST) -m "service and not gpu" --timeout=900 -o faulthandler_timeout=1000
+
+test-console: $(INSTALLED) ## Run the tests of the console in a browser
+	@sh tools/browser.sh
+	$(PYTEST) -m "console and not gpu" --timeout=300 -o faulthandler_timeout=400
+
+test-slow: $(INSTALLED) ## Run the other slow tests, and those that download something
+	$(BIN)/python -m pytest -m "slow and not gpu and not service and not console"
+
+test-all: check test-console test test-service ## Run what CI runs, in less than 40 minutes on two cores
+
+coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach outside of engine/, servers' processes included
+	rm -rf build/coverage
+	-$(BIN)/python -m coverage run $(subst $(BIN)/python,,$(PYTEST)) -m "$(QUICK)" --timeout=900
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --sort=cover | sed -n '1,12p;$$p'
 
 conformance-old: $(INSTALLED) ## Run seven older releases of the official SDK against a server
 	$(BIN)/python -m tests.conformance.old

@@ -1,5 +1,8 @@
-"""Settings that must stand before torch is loaded, the same numbers on every machine and nothing asked of the hub;
-which tests stay together when several workers run them; and the end of processes that a crashed worker leaves."""
+"""Environment variables to set before torch is loaded: reproducible numbers, no access to the hub.
+
+Also assigns each test to a make target (`SERVICE`, `CONSOLE`), keeps tests that share servers on one worker, and ends
+the processes that a crashed worker leaves.
+"""
 
 import contextlib
 import os
@@ -18,6 +21,30 @@ SHARING = tuple(
     for folder in ("conformance", "faults", "client", "recipes", "cookbook", "cli", "console", "server/openai")
 )
 """Folders whose tests share servers: each runs as a whole on one worker. They take longest, so they begin first."""
+
+
+SERVICE = (
+    "tests/conformance/",
+    "tests/faults/",
+    "tests/client/test_restart.py",
+    "tests/scheduler/test_faults.py",
+    "tests/scheduler/test_restarts.py",
+    "tests/server/test_restarts.py",
+    "tests/store/test_lost_connections.py",
+    "tests/store/test_transfer.py",
+)
+"""What `make test-service` runs, besides every test whose parameter is PostgreSQL: official clients against servers,
+processes that are killed, databases that go away."""
+CONSOLE = ("tests/console/",)
+"""What `make test-console` runs. Everything else belongs to `make test`."""
+
+
+def targets(item: pytest.Item) -> list[str]:
+    """Return the markers of the make targets that run a test, besides `slow` and `gpu`."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    is_postgres = any(isinstance(value, str) and value == "postgresql" for value in parameters.values())
+    marks = {"service": is_postgres or item.nodeid.startswith(SERVICE), "console": item.nodeid.startswith(CONSOLE)}
+    return [name for name, belongs in marks.items() if belongs]
 
 
 def together(nodeid: str) -> str:
@@ -58,5 +85,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in targets(item):
+            item.add_marker(name)
     rank = {folder: place for place, folder in enumerate(SHARING)}
     items.sort(key=lambda item: rank.get(together(item.nodeid), len(SHARING)))

@@ -7,7 +7,8 @@
 The reference is the name of a base model or a `tinker://` path, given or in the file that `sft_gsm8k` and `rl_gsm8k`
 write. A line of the output has `question`, `answer` (what the model wrote) and `reference` (the answer in the data, if
 any). An interrupted run goes on: the same command asks only what has no answer yet.
-The speed is that of the server, with 64 questions under way.
+Up to 64 questions are asked concurrently. With lorimer/tiny in this process in float32: 24 questions take 16 seconds of
+processor time on 2 virtual cores and no GPU, the start of the server included.
 """
 
 import asyncio
