@@ -1,11 +1,11 @@
-"""Score a file of answers to grade-school word problems. Needs no server and no model.
+"""Scores a file of answers to grade-school word problems. Needs no server and no model.
 
     python -m lorimer.recipes.eval_gsm8k --answers answers.jsonl
 
-A line of the file, as `inference_gsm8k` writes it, has `question`, `answer` (what the model wrote) and `reference`
-(what is right); where there is no reference, `--data` names the problems with theirs. The number after `####` counts;
-with `--last-number` a reply without that mark is read by its last number. Expected: the scores of 1,319 answers in a
-second, as a table and, with `--output`, as JSON.
+A line of the file, as `inference_gsm8k` writes it, has `question`, `answer` (what the model wrote) and `reference` (the
+correct answer); without references, `--data` names the problems with theirs. The number after `####` counts; with
+`--last-number` a reply without that mark is scored by its last number. Scoring 1,319 answers takes a second; the scores
+are printed as a table and, with `--output`, written as JSON.
 """
 
 import json
@@ -24,7 +24,7 @@ from lorimer.terminal import run_recipe
 
 
 def with_references(rows: list[dict[str, Any]], data: str | None) -> list[dict[str, Any]]:
-    """The rows, with what is right from the data where they do not have it."""
+    """Fill in missing references from the data. Raise ``InvalidInput`` if one is still missing."""
     right = {row["question"]: row["answer"] for row in load_rows(data)} if data else {}
     for number, row in enumerate(rows, 1):
         if "question" not in row or "answer" not in row:
