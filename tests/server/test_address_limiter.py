@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import pytest
 
-from lorimer.server.address_limiter import AddressLimiter, home_of
+from lorimer.server.address_limiter import AddressLimiter, network_of
 from lorimer.server.settings import Settings
 
 HEALTH = "/api/v1/healthz"
@@ -43,9 +43,9 @@ def test_a_proxy_names_the_last_that_is_no_proxy(forwarded, found):
 
 
 def test_a_machine_with_many_addresses_is_one():
-    assert home_of("2001:db8::1") == home_of("2001:db8::ffff:1") != home_of("2001:db8:0:1::1")
-    assert home_of("::ffff:10.1.2.3") == home_of("10.1.2.3") == "10.1.2.3"
-    assert home_of("fe80::1%eth0").startswith("fe80::")
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:10.1.2.3") == network_of("10.1.2.3") == "10.1.2.3"
+    assert network_of("fe80::1%eth0").startswith("fe80::")
 
 
 def test_wrong_proxies_are_named():

@@ -64,7 +64,7 @@ def test_users_beyond_the_limit_are_counted_together():
         for kind in ("sample", "forward")
     ]
     metrics = Metrics(lambda: SchedulerStats(queued, {}, []))
-    metrics.know(User("id-0", "ada", "", utc_now()))
+    metrics.set_user_name(User("id-0", "ada", "", utc_now()))
     found = parsed(metrics.render().decode())
 
     def value(what, user, kind="sample"):

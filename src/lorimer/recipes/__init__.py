@@ -1,1 +1,1 @@
-"""Training scripts a person can read in ten minutes. Run on the user's machine."""
+"""Example training scripts, each short enough to read in ten minutes. Run on the user's machine."""

@@ -1,11 +1,11 @@
-"""What ``lorimer demo`` runs: the bundled model learns to add, first from examples, then by trying.
+"""``lorimer demo``: the bundled model learns addition, first by supervised fine-tuning, then by RL.
 
     python -m lorimer.recipes.demo
 
-A server in this process, supervised training, reinforcement learning, and the same questions before and after, none of
-which it trains on. On lorimer/tiny and two CPU cores it takes a minute and a half; of 200 sums, each answered once at
-temperature 1, 18 % were right before, 41 % after the examples and 52 % after trying. A page with the curves is in the
-log directory from the first step on.
+Starts a server in this process, trains, and asks the same held-out questions before and after each stage. On
+lorimer/tiny and two CPU cores it takes a minute and a half; of 200 sums, each answered once at temperature 1, 18 % were
+correct before, 41 % after supervised fine-tuning and 52 % after RL. The log directory has a page with the curves from
+the first step on.
 """
 
 import asyncio
@@ -45,12 +45,12 @@ SUPERVISED_STEPS = 30
 def main(
     model: Annotated[str, typer.Option(help="A base model: a name, a directory or a .gguf file.")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="A server; without one it runs in this process.")] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Where the runs are kept; new if not given.")] = None,
-    supervised_steps: Annotated[int, typer.Option(help="Steps of learning from examples.", min=1)] = SUPERVISED_STEPS,
-    rl_steps: Annotated[int, typer.Option(help="Steps of learning by trying.", min=1)] = 40,
-    batch_size: Annotated[int, typer.Option(help="Sums of a step.", min=1)] = 32,
-    group_size: Annotated[int, typer.Option(help="Answers to each sum, in learning by trying.", min=1)] = 8,
-    num_questions: Annotated[int, typer.Option(help="Sums to measure with.", min=1)] = 200,
+    log_dir: Annotated[Path | None, typer.Option(help="Where the runs are stored; a new directory by default.")] = None,
+    supervised_steps: Annotated[int, typer.Option(help="Steps of supervised fine-tuning.", min=1)] = SUPERVISED_STEPS,
+    rl_steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.", min=1)] = 40,
+    batch_size: Annotated[int, typer.Option(help="Sums per step.", min=1)] = 32,
+    group_size: Annotated[int, typer.Option(help="Answers to each sum in reinforcement learning.", min=1)] = 8,
+    num_questions: Annotated[int, typer.Option(help="Held-out sums to evaluate.", min=1)] = 200,
     seed: int = 0,
 ) -> None:
     directory = log_dir or Path(tempfile.mkdtemp(prefix="lorimer-demo-"))
@@ -61,8 +61,8 @@ def main(
 def show_demo(
     demo: "Demo", base_url: str | None, supervised_steps: int, rl_steps: int, chat_flags: Sequence[str]
 ) -> None:
-    """Run it, and print the command that talks to what came of it; ``chat_flags`` say where `lorimer chat` finds it."""
-    import matplotlib  # noqa: F401 (it draws the last picture; that it is missing is told now)
+    """Run the demo and print the `lorimer chat` command for the result; ``chat_flags`` are added to that command."""
+    import matplotlib  # noqa: F401 (draws the last picture; fail now if it is missing)
 
     with recipe_service(demo.model, base_url) as service:
         path = asyncio.run(demo.run(service, supervised_steps, rl_steps))
@@ -86,21 +86,21 @@ class Demo:
         self.questions = held_out[:num_questions]
 
     async def run(self, service: ServiceClient, supervised_steps: int, rl_steps: int) -> str:
-        """All of it; the path of the trained weights."""
+        """Run both stages and return the path of the trained weights."""
         say = self.console.print
         connection = service.holder.connection
-        say(f"[bold]{self.model}[/bold] learns to add. Its runs are kept in {self.directory}", soft_wrap=True)
-        say(f"loading {self.model}, if the server has not done so, and asking it {len(self.questions)} sums")
+        say(f"[bold]{self.model}[/bold] learns addition. Its runs are stored in {self.directory}", soft_wrap=True)
+        say(f"loading {self.model} if needed, and asking it {len(self.questions)} sums")
         renderer = get_renderer("auto", await asyncio.to_thread(get_tokenizer, service, self.model))
         base = await service.create_sampling_client_async(base_model=self.model)
         before = await self.answers(base, renderer)
 
-        say(f"\n[bold]1. From examples[/bold]: {supervised_steps} steps of {2 * self.batch_size} sums and answers")
+        say(f"\n[bold]1. SFT[/bold]: {supervised_steps} steps of {2 * self.batch_size} sums and answers")
         taught = await supervised.train(self.supervised_config(renderer, supervised_steps), service)
         sampler = await service.create_sampling_client_async(model_path=taught.checkpoint.sampler_path)
         between = await self.answers(sampler, renderer)
 
-        say(f"\n[bold]2. By trying[/bold]: {rl_steps} steps of {self.batch_size} sums, {self.group_size} answers each")
+        say(f"\n[bold]2. RL[/bold]: {rl_steps} steps of {self.batch_size} sums, {self.group_size} answers each")
         say(f"   the curve grows in {self.directory / 'rl' / 'curves.html'}", soft_wrap=True)
         trained = await training.train(self.rl_config(taught.checkpoint.state_path, rl_steps), service)
         sampler = await service.create_sampling_client_async(model_path=trained.sampler_path)
@@ -111,7 +111,7 @@ class Demo:
             read_charts([self.directory / "rl"], ["env/all/correct", "optim/entropy", "env/all/by_group/frac_mixed"]),
             self.directory / "curves.png",
             smoothing=0.6,
-            title=f"{self.model} learns to add by trying",
+            title=f"{self.model} learns addition by RL",
         )
         say(f"\ncurves      {picture}")
         if not connection.is_local:
@@ -121,7 +121,7 @@ class Demo:
         return trained.sampler_path
 
     async def answers(self, sampler: SamplingClient, renderer: Renderer) -> list[str]:
-        """Replies to the questions, sampled at temperature 1 from fixed seeds."""
+        """Sample one reply to each question at temperature 1 with fixed seeds."""
         asked: list[list[Message]] = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in self.questions]
         complete = TinkerMessageCompleter(sampler, renderer, MAX_TOKENS, seed=self.seed)
         return [text_of(message).strip() for message in await asyncio.gather(*map(complete, asked))]
@@ -159,7 +159,7 @@ class Demo:
 
     def show(self, *rounds: Sequence[str]) -> None:
         rights = [str(a + b) for a, b in self.questions]
-        table = Table("sum it never saw", "before", "after examples", "after trying", box=None, title_justify="left")
+        table = Table("held-out sum", "before", "after SFT", "after RL", box=None, title_justify="left")
         for place, (a, b) in enumerate(self.questions[:NUM_SHOWN]):
             marked = [_marked(answers[place], rights[place]) for answers in rounds]
             table.add_row(f"What is {a} + {b}?", *marked)

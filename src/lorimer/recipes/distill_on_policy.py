@@ -1,12 +1,12 @@
-"""On-policy distillation: a student tries, and a teacher says of every token how likely it finds it.
+"""On-policy distillation: the student samples answers, and the teacher scores each of their tokens.
 
     python -m lorimer.recipes.distill_on_policy
     python -m lorimer.recipes.distill_on_policy --teacher tinker://...       # any fine-tuned model of the same base
 
-No reward and no right answer is used, only the teacher's logprobs. Without `--teacher` one is made first: the same base
-model, fine-tuned on sums for a minute. With a teacher of 30 steps that gets 83 % of the sums never
-seen right, 15 steps bring the student of lorimer/tiny from 44 % to 62 % and `test/reverse_kl` from 0.22 to 0.06, in 86
-seconds of processor time on an AMD EPYC, two cores and no GPU.
+Uses only the teacher's logprobs, no rewards or correct answers. Without `--teacher` one is trained first: the same base
+model, fine-tuned on sums for a minute. With a teacher of 30 steps and 83 % accuracy on held-out sums, 15 steps improve
+a student of lorimer/tiny from 44 % to 62 % and lower `test/reverse_kl` from 0.22 to 0.06, in 86 seconds of CPU time on
+an AMD EPYC, two cores and no GPU.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
-"""Direct preference optimisation: from pairs of a better and a worse answer to a model that prefers the better ones.
+"""Direct preference optimization (DPO): trains a model to prefer the better of two answers.
 
     python -m lorimer.recipes.dpo                # lorimer/tiny learns to prefer right sums to wrong ones
     python -m lorimer.recipes.dpo --data pairs.jsonl --model smollm2-135m-instruct --learning-rate 2e-4
 
-A line of the data is `{"prompt": "...", "chosen": "...", "rejected": "..."}`; `instruction` does for `prompt`, and all
-three may be lists of messages. Without data the pairs are made: answers to sums that are right and ones that are not.
-With lorimer/tiny, 20 steps of 32 such pairs bring the held-out loss from 0.693 to 0.669, the margin from 0 to 0.05 and
-the accuracy to 70 %, in 33 seconds of processor time on an AMD EPYC, two cores and no GPU.
+A line of the data is `{"prompt": "...", "chosen": "...", "rejected": "..."}`; `instruction` is accepted for `prompt`,
+and all three may be lists of messages. Without data the pairs are generated: correct and wrong answers to sums. With
+lorimer/tiny, 20 steps of 32 such pairs lower the held-out loss from 0.693 to 0.669 and raise the margin from 0 to 0.05
+and the accuracy to 70 %, in 33 seconds of CPU time on an AMD EPYC, two cores and no GPU.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from lorimer.terminal import run_recipe
 
 
 def generate_pairs(number: int, seed: int) -> list[dict[str, Any]]:
-    """Sums with the right answer and one that is off by a little."""
+    """Generate sums with the correct answer and one that is slightly off."""
     rng = random.Random(seed)
     rows = []
     for _ in range(number):

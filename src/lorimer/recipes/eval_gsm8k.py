@@ -1,4 +1,4 @@
-"""Score a file of answers to grade-school word problems. Needs no server and no model.
+"""Scores a file of answers to grade-school word problems. Needs no server and no model.
 
     python -m lorimer.recipes.eval_gsm8k --answers answers.jsonl
 
@@ -24,7 +24,7 @@ from lorimer.terminal import run_recipe
 
 
 def with_references(rows: list[dict[str, Any]], data: str | None) -> list[dict[str, Any]]:
-    """The rows, with what is right from the data where they do not have it."""
+    """Fill in missing references from the data. Raise ``InvalidInput`` if one is still missing."""
     right = {row["question"]: row["answer"] for row in load_rows(data)} if data else {}
     for number, row in enumerate(rows, 1):
         if "question" not in row or "answer" not in row:

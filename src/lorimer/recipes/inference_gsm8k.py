@@ -1,4 +1,4 @@
-"""Let a model answer questions: a model reference and a JSONL file of questions in, a JSONL file of answers out.
+"""Samples a model's answers: reads a model reference and a JSONL file of questions, writes a JSONL file of answers.
 
     python -m lorimer.recipes.inference_gsm8k --data test.jsonl --model lorimer/tiny
     python -m lorimer.recipes.inference_gsm8k --data test.jsonl --model-file sft_model.txt --output answers.jsonl
@@ -33,7 +33,7 @@ from lorimer.terminal import run_recipe
 
 
 def begin(output: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answers that an interrupted run with the same settings left; a file of another run is not touched."""
+    """Return the answers of an interrupted run with the same settings. Refuse to overwrite the file of another run."""
     path = output.with_name(output.name + ".settings.json")
     before = json.loads(path.read_text("utf-8")) if path.exists() else None
     if before is None and output.exists():
@@ -61,7 +61,7 @@ async def answer_all(
 ) -> None:
     room = asyncio.Semaphore(concurrency)
     left = sorted(set(range(len(rows))) - {line["index"] for line in done})
-    write(output, done)  # without a line that was cut short
+    write(output, done)  # drops a truncated last line
 
     async def answer(index: int) -> None:
         question = rows[index]["question"]
@@ -70,7 +70,7 @@ async def answer_all(
             max_tokens=settings["max_tokens"],
             temperature=settings["temperature"],
             stop=renderer.get_stop_sequences(),
-            seed=derive_seed(settings["seed"], index),  # an answer does not depend on what was asked before
+            seed=derive_seed(settings["seed"], index),  # makes an answer independent of the questions before it
         )
         async with room:
             response = await sampler.sample_async(prompt, settings["num_samples"], params)
@@ -120,7 +120,9 @@ def main(
     settings |= {"temperature": temperature, "num_samples": num_samples, "suffix": suffix, "seed": seed}
     done = begin(output, settings | {"renderer": renderer_name})
     counts = Counter(line["index"] for line in done)
-    done = [line for line in done if counts[line["index"]] == num_samples]  # a question has all its samples or none
+    done = [
+        line for line in done if counts[line["index"]] == num_samples
+    ]  # drop questions with only some of their samples
     is_path = reference.startswith("tinker://")
     with recipe_service(base_model if is_path else reference, base_url) as service:
         sampler = service.create_sampling_client(

@@ -1,12 +1,12 @@
-"""Prompt distillation: a model learns to behave as if it had read a long prompt.
+"""Prompt distillation: trains a model to behave as if it had read a long prompt.
 
     python -m lorimer.recipes.prompt_distillation
     python -m lorimer.recipes.prompt_distillation --prompt-file rules.txt --data questions.jsonl --model MODEL
 
-The teacher is the base model with the prompt before each question; it writes answers, and the student learns them, and
-with `--top-k` the likeliest tokens at each place, without the prompt. Without files the questions are sums and the
-prompt is other sums with their answers. With 300 questions and lorimer/tiny, 19 steps bring the nll of
-the teacher's answers without the prompt from 1.68 to 1.20, in a little over a minute on a busy machine of two cores.
+The teacher is the base model with the prompt before each question. It writes answers; the student learns them without
+the prompt or, with `--top-k`, learns the teacher's most likely tokens at each position. Without files the questions are
+sums and the prompt is other sums with their answers. With 300 questions and lorimer/tiny, 19 steps lower the nll of the
+teacher's answers without the prompt from 1.68 to 1.20, in a little over a minute on a busy machine of two cores.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from lorimer.terminal import run_recipe
 
 
 def examples_as_prompt(number: int) -> list[Message]:
-    """Questions with answers in another form than the model would choose."""
+    """Return questions with answers in a format that the model would not choose by itself."""
     turns: list[Message] = []
     for a, b in split_sums()[0][5 : 5 + 631 * number : 631]:
         turns += [
@@ -42,7 +42,7 @@ def examples_as_prompt(number: int) -> list[Message]:
 
 
 def as_text(prompt: distillation.Prompt, answer: list[int]) -> Datum:
-    """The answer after the student's prompt; only the answer is learned."""
+    """Build a datum of the answer after the student's prompt; only the answer has weight."""
     tokens = [*prompt.student.to_ints(), *answer]
     return datum_from_tokens(tokens, [0.0] * prompt.student.length + [1.0] * len(answer))
 

@@ -1,9 +1,10 @@
-"""Reinforcement learning on the cookbook: the sums of `sl_basic`, but nobody shows an answer.
+"""Reinforcement learning with the cookbook: the sums of `sl_basic`, learned from rewards instead of examples.
 
     python -m lorimer.recipes.rl_basic
 
-The same rows and the same grader become a dataset of tries; sampling, advantages, updates and checkpoints are the
-library's. lorimer/tiny, 170 s of processor time on 2 virtual cores without bfloat16: right held-out sums 35 % to 86 %.
+The same rows and grader become an RL dataset; the cookbook does sampling, advantages, updates and checkpoints. With
+lorimer/tiny it takes 170 s of CPU time on 2 virtual cores without bfloat16; accuracy on held-out sums rises from 35 %
+to 86 %.
 """
 
 import asyncio

@@ -1,20 +1,20 @@
-"""Reinforcement learning on grade-school word problems: a model, a grader and problems in, a model reference out.
+"""Reinforcement learning on grade-school word problems: reads problems and a grader, writes a model reference.
 
     python -m lorimer.recipes.rl_gsm8k --learning-rate 8e-4              # lorimer/tiny on generated problems
     python -m lorimer.recipes.rl_gsm8k --model smollm2-135m-instruct --start-from sft_model.txt --data train.jsonl
 
 A line of the data is `{"question": "...", "answer": "... #### 42"}`. The grader is any function `grade(reply, answer)`
-that returns a number, named as `module:function`; it runs in processes of its own, so it may be slow or fail. The
+that returns a number, named as `module:function`; it runs in separate processes, so it may be slow or crash. The
 reference of the trained model, a `tinker://` path, is printed and written to the output file, which the other GSM8K
 recipes read.
 
-The first command takes about 5.5 minutes of processor time, the server included, on a busy AMD EPYC of two cores. Of
-200 held-out problems lorimer/tiny gets right, after 200 steps of worked answers, 63.5 % greedily and 51 % sampled at
-temperature 1; after 70 steps of trying 63.5 % and 57.5 % (in training 49 % in the first ten steps, 58 % in the last).
-It becomes surer of what it can do and learns little that is new; most of its mistakes are wrong results of differences,
-products and second steps. The share falls while the rate is high (56.5 % and 47 % after 35 steps) and rises as the rate
-sinks; 40 steps at 1.07e-3 end at 57 % and 51.5 %. After only 60 steps of answers, when it gets 45.5 % and 12 %, most
-mistakes are numbers that it copied wrong, and too few tries are right to learn from.
+The first command takes about 5.5 minutes of CPU time, including the server, on a busy AMD EPYC of two cores. On 200
+held-out problems, lorimer/tiny has an accuracy of 63.5 % greedy and 51 % sampled at temperature 1 after 200 supervised
+steps, and of 63.5 % and 57.5 % after 70 RL steps (in training 49 % in the first ten steps, 58 % in the last). RL makes
+the model more certain of what it already knows and teaches it little that is new; most of its mistakes are wrong
+results of differences, products and second steps. Accuracy drops while the learning rate is high (56.5 % and 47 % after
+35 steps) and recovers as it decays; 40 steps at 1.07e-3 end at 57 % and 51.5 %. After only 60 supervised steps, at
+45.5 % and 12 %, most mistakes are wrongly copied numbers, and too few samples are correct to learn from.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ TINY = "lorimer/tiny"
 
 
 def find_rows(data: str | None, model: str, seed: int) -> list[Any]:
-    """The problems that were asked for; without a word those of the hub, or generated ones where they will not do."""
+    """Load the requested problems; by default GSM8K from the hub, or generated ones if that is too hard or missing."""
     if data is not None:
         return list(check_fields(load_rows(data), "question", "answer"))
     try:
@@ -61,9 +61,9 @@ def find_rows(data: str | None, model: str, seed: int) -> list[Any]:
 
 
 def choose_rates(model: str, directory: str, learning_rate: float | None) -> tuple[float, float]:
-    """The rates of learning from worked answers and of learning by trying; the second may be given.
+    """Return the learning rates of the supervised stage and of RL; the second may be given.
 
-    Rewards teach with more noise than examples, so a fifth of the LoRA rule's rate is taken.
+    Rewards are noisier than examples, so RL uses a fifth of the LoRA rule's rate by default.
     """
     try:
         recommended = lora_learning_rate(model, directory=directory)

@@ -1,11 +1,11 @@
-"""Reinforcement learning in one flat loop on the bare SDK: a model learns to add by trying.
+"""Reinforcement learning in one flat loop on the bare SDK: a model learns addition by trial and error.
 
     python -m lorimer.recipes.rl_loop
 
-Each step samples 8 answers to each of 32 sums, rewards the right ones, and makes answers that did better than the
-others of their sum more likely. With lorimer/tiny, 160 s of processor time on 2 virtual cores without bfloat16: 27 % of
-the answers are right in the first five steps, 61 % in the last five. Start it again after an interruption and it goes
-on where it was saved.
+Each step samples 8 answers to each of 32 sums, rewards the correct ones, and makes answers with a reward above the mean
+of their group more likely. With lorimer/tiny it takes 160 s of CPU time on 2 virtual cores without bfloat16; 27 % of
+the answers are correct in the first five steps, 61 % in the last five. After an interruption it resumes from its last
+checkpoint.
 
 P: sums of a step, G: answers to one sum.
 """
@@ -46,11 +46,11 @@ def main(
 
         num_idle = 0
         for step in range(state["step"], steps):
-            rng = random.Random(f"{seed} {step}")  # of the step alone, so that a resumed run draws the same
+            rng = random.Random(f"{seed} {step}")  # depends only on the step, so that a resumed run draws the same sums
             sums_P = [(rng.randrange(100), rng.randrange(100)) for _ in range(batch_size)]
             prompts_P = [prompt_tokens(tokenizer, a, b) for a, b in sums_P]
 
-            # Sample. All requests are under way before the first is waited for.
+            # Sample. Submit all requests before waiting for the first.
             sampler = trainer.save_weights_and_get_sampling_client()
             sampled_P = [
                 sampler.sample(
@@ -61,7 +61,7 @@ def main(
                 for prompt in prompts_P
             ]
 
-            # Reward, and compare with the group.
+            # Compute the rewards, and the advantages within each group.
             data, mean_rewards_P = [], []
             for (a, b), prompt, sampled in zip(sums_P, prompts_P, sampled_P, strict=True):
                 answers_G = sampled.result().sequences
@@ -73,10 +73,10 @@ def main(
                     if reward != mean_reward:
                         data.append(make_datum(prompt, answer, advantage=reward - mean_reward))
 
-            # Learn.
+            # Update the weights.
             if data:
                 trainer.forward_backward(data, "importance_sampling")
-                # The rate rises first: the first steps of Adam are long, and these answers are few to step so far on.
+                # Warm up: the first steps of Adam are large, and these few answers are noisy.
                 rate = learning_rate * min((step + 1) / 9, 1 - step / steps)
                 trainer.optim_step(types.AdamParams(learning_rate=rate)).result()
             state["rewards"].append(sum(mean_rewards_P) / batch_size)
@@ -107,7 +107,7 @@ def prompt_tokens(tokenizer: Any, a: int, b: int) -> list[int]:
 
 
 def make_datum(prompt: list[int], answer: types.SampledSequence, advantage: float) -> types.Datum:
-    """The inputs predict their next tokens; those of the prompt carry no advantage and so no gradient."""
+    """Build a datum that predicts each next token. Prompt tokens have no advantage, and therefore no gradient."""
     assert answer.logprobs is not None
     tokens = prompt + answer.tokens
     before = len(prompt) - 1

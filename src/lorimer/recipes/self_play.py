@@ -1,15 +1,15 @@
-"""Two policies learn Nim by playing against each other.
+"""Self-play: two policies learn Nim by playing against each other.
 
     python -m lorimer.recipes.self_play
 
-A pile of stones; players take one, two or three in turn; who takes the last one wins. Leaving a multiple of four wins,
-which nobody tells the players. Two adapters of one base model begin with the rules (a short supervised stage on random
-legal moves), then each learns from its games against the other as it is at that step. The pile is all there is to see,
-so one request for each pile draws the moves of all games of a step; what a move is worth is the mean result of the
-games in which it was made. Both players are sampled and trained together, in the same passes of one server. With
-lorimer/tiny, 3.5 minutes of processor time on 2 virtual cores without bfloat16, measured while they were busy: 39 % of
-the sampled moves from piles that can be won are winning ones in the first step, 54 % in the last five; of the likeliest
-moves 43 % before, 57 % and 71 % after it.
+Players take one, two or three stones in turn from a pile; whoever takes the last stone wins. The winning strategy, to
+leave a multiple of four, is not revealed. Two adapters of one base model first learn the rules (a short supervised
+stage on random legal moves), then each learns from its games against the current version of the other. The pile is the
+whole state, so one request per pile samples the moves of all games of a step; the value of a move is the mean result of
+the games in which it was played. Both players are sampled and trained concurrently, in the same passes of one server.
+With lorimer/tiny it takes 3.5 minutes of CPU time on 2 busy virtual cores without bfloat16. From piles that can be won,
+39 % of the sampled moves win in the first step and 54 % in the last five; of the most likely moves 43 % win before
+training, and 57 % and 71 % after it.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ PLAYERS = ("one", "two")
 class Move:
     sample: TokensWithLogprobs
     num_taken: int | None
-    """``None`` for what is no legal move, which loses the game."""
+    """``None`` for an illegal move, which loses the game."""
 
 
 Moves = dict[int, list[Move]]
-"""By pile, moves of one player as it is now."""
+"""The sampled moves of one player's current policy, by pile."""
 
 
 def ask(pile: int) -> list[Message]:
@@ -61,13 +61,13 @@ def ask(pile: int) -> list[Message]:
 
 
 def read_move(pile: int, text: str) -> int | None:
-    """A move is an equation, ``7 - 3 = 4``: who writes the pile down first finds it easier to look at."""
+    """Parse a move such as ``7 - 3 = 4``. Repeating the pile first makes it easier for the model to attend to it."""
     found = re.fullmatch(r"\s*(\d+) - ([123]) = (\d+)\s*", text)
     return int(found[2]) if found and int(found[1]) == pile == int(found[2]) + int(found[3]) else None
 
 
 def show_rules(renderer: Renderer, rng: random.Random) -> Iterable[Datum]:
-    """A legal move."""
+    """Generate a random legal move."""
     pile = rng.choice(PILES)
     taken = rng.randint(1, min(3, pile))
     move: Message = {"role": "assistant", "content": f"{pile} - {taken} = {pile - taken}"}
@@ -75,7 +75,7 @@ def show_rules(renderer: Renderer, rng: random.Random) -> Iterable[Datum]:
 
 
 async def draw_moves(policy: Policy, renderer: Renderer, number: int) -> Moves:
-    """So many moves from each pile."""
+    """Sample ``number`` moves from each pile."""
 
     async def draw(pile: int) -> list[Move]:
         prompt = renderer.build_generation_prompt(ask(pile))
@@ -87,7 +87,7 @@ async def draw_moves(policy: Policy, renderer: Renderer, number: int) -> Moves:
 
 
 def play(pile: int, player: int, moves: tuple[Moves, Moves], rng: random.Random) -> list[tuple[int, int, Move, float]]:
-    """The moves of one game: who made it, from which pile, and whether that player won (1) or lost (-1)."""
+    """Play one game. Return each move with its player, its pile, and whether that player won (1) or lost (-1)."""
     made: list[tuple[int, int, Move]] = []
     while True:
         move = rng.choice(moves[player][pile])
@@ -102,7 +102,7 @@ def play(pile: int, player: int, moves: tuple[Moves, Moves], rng: random.Random)
 def compare(
     moves: Moves, results: dict[tuple[int, int | None], list[float]], renderer: Renderer
 ) -> list[TrajectoryGroup]:
-    """A group for each pile: its moves, each with the mean result of the games in which such a move was made."""
+    """Return a group per pile: its moves, each rewarded by the mean result of the games in which it was played."""
     groups = []
     for pile, drawn in moves.items():
         prompt = renderer.build_generation_prompt(ask(pile))
@@ -116,7 +116,7 @@ def compare(
 
 
 def share_of_winning_moves(moves: Moves) -> float:
-    """Of the moves from piles from which one can win; a random player has a little more than a third."""
+    """Return the share of winning moves from winnable piles. A random player has slightly more than a third."""
     is_winning = [move.num_taken == pile % 4 for pile, drawn in moves.items() if pile % 4 for move in drawn]
     return sum(is_winning) / len(is_winning)
 
@@ -158,7 +158,7 @@ async def step_of_both(
 
 
 async def measure(sampler: SamplingClient, renderer: Renderer) -> float:
-    """The share of winning moves among the likeliest ones."""
+    """Return the share of winning moves with greedy sampling."""
     policy = Policy(sampling_client=sampler, max_tokens=MAX_TOKENS, temperature=0)
     return share_of_winning_moves(await draw_moves(policy, renderer, 1))
 
@@ -169,7 +169,7 @@ async def run(
     model, seed, log_dir = sft.base_model, sft.seed, sft.log_dir.parent / "rl"
     rules = (await supervised.train(sft, service)).checkpoint
 
-    # The line of a checkpoint of player one names that of player two, so that both are of the same step.
+    # Player one's checkpoint entry names player two's checkpoint, so that both are from the same step.
     checkpoints = Checkpoints(log_dir, keep=1)
     last = checkpoints.last()
     one, start = await open_training_client(
@@ -180,7 +180,7 @@ async def run(
     else:
         two = await service.create_training_client_from_state_async(rules.state_path)
 
-    # The penalty for leaving the rules keeps all moves in play until their worth is known.
+    # The KL penalty towards the supervised policy keeps exploring all moves until their values are known.
     update = UpdateConfig(learning_rate=rate, lr_schedule="linear", warmup_steps=5, kl_penalty_coef=0.1)
     sampler = await service.create_sampling_client_async(model_path=rules.sampler_path)
     config = {"model": model, "seed": seed, "steps": steps, "games": games, "rate": rate}

@@ -1,12 +1,12 @@
-"""Fine-tune a model on grade-school word problems (GSM8K): questions and worked answers in, a model reference out.
+"""Fine-tunes a model on grade-school word problems (GSM8K): reads worked answers, writes a model reference.
 
     python -m lorimer.recipes.sft_gsm8k --data train.jsonl --model smollm2-135m-instruct --output sft_model.txt
     python -m lorimer.recipes.inference_gsm8k --model-file sft_model.txt ...
 
 A line of the data is `{"question": "...", "answer": "... #### 42"}`. The reference of the trained model, a `tinker://`
 path, is printed and written to the output file, which the other GSM8K recipes read. With lorimer/tiny in this process
-and `--max-steps 40 --max-length 384`: 2.5 minutes of processor time on an AMD EPYC, two cores and no GPU; held-out nll
-7.98 before it and 3.61 after it. That model learns the form of the answers, not to find them.
+and `--max-steps 40 --max-length 384` it takes 2.5 minutes of CPU time on an AMD EPYC, two cores and no GPU; held-out
+nll falls from 7.98 to 3.61. That model learns the format of the answers, not how to find them.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def main(
             print(recommended)
             learning_rate = recommended.value
         renderer = get_renderer("auto", tokenizer)
-        # Every token of an answer counts the same: the last, short line with the result is no more than a line.
+        # Sum over tokens: every token of an answer has the same weight, including the short last line with the result.
         convert = datum_maker(renderer, max_length=max_length, reduction="sum")
         dataset = chat_dataset(
             rows,

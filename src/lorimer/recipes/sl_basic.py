@@ -1,9 +1,10 @@
-"""Supervised learning on the cookbook: the sums of `sl_loop` in the parts that every other recipe is made of.
+"""Supervised learning with the cookbook: the sums of `sl_loop`, built from the parts that the other recipes use.
 
     python -m lorimer.recipes.sl_basic
 
-A renderer turns messages into tokens, an evaluator measures, `supervised.train` does the rest. With lorimer/tiny: 48
-seconds of processor time on 2 virtual cores without bfloat16; right held-out sums 35 % before it and 99 % after it.
+A renderer turns messages into tokens, an evaluator measures accuracy, `supervised.train` does the rest. With
+lorimer/tiny it takes 48 seconds of CPU time on 2 virtual cores without bfloat16; accuracy on held-out sums rises from
+35 % to 99 %.
 """
 
 import asyncio

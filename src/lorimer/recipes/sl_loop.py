@@ -1,10 +1,10 @@
-"""Supervised learning on the bare SDK: a loop you can read from top to bottom, teaching a model to add.
+"""Supervised learning on the bare SDK: a loop to read from top to bottom that teaches a model addition.
 
     python -m lorimer.recipes.sl_loop
 
-With lorimer/tiny in this process: 38 seconds of processor time on an AMD EPYC, two cores and no GPU; 35 % of the
-held-out sums are right before it and 97 % after it. Killed and started again it goes on at its last checkpoint. The
-same on the cookbook's abstractions is `sl_basic`.
+With lorimer/tiny in this process it takes 38 seconds of CPU time on an AMD EPYC, two cores and no GPU; accuracy on
+held-out sums rises from 35 % to 97 %. After an interruption it resumes from its last checkpoint. `sl_basic` does the
+same with the cookbook.
 """
 
 import json
@@ -25,14 +25,14 @@ TRAINING = sorted(set(PAIRS) - set(HELD_OUT))
 
 
 def prompt_tokens(tokenizer: Any, pair: Sum) -> list[int]:
-    """The question as the model's chat template writes it, up to where the model answers."""
+    """Render the question with the model's chat template, up to where the model answers."""
     messages = [{"role": "user", "content": f"What is {pair[0]} + {pair[1]}?"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def make_datum(tokenizer: Any, pair: Sum) -> types.Datum:
-    """Predict each token from those before it; only the answer and its end have weight."""
+    """Build a datum that predicts each next token; only the answer and its end-of-sequence token have weight."""
     prompt = prompt_tokens(tokenizer, pair)
     answer = [*tokenizer.encode(str(sum(pair)), add_special_tokens=False), tokenizer.eos_token_id]
     tokens = prompt + answer
@@ -44,7 +44,7 @@ def make_datum(tokenizer: Any, pair: Sum) -> types.Datum:
 
 
 def accuracy(training: Any, tokenizer: Any, questions: list[Sum]) -> float:
-    """The share of held-out sums that the present weights answer rightly, greedily."""
+    """Return the share of questions that the current weights answer correctly with greedy sampling."""
     sampler = training.save_weights_and_get_sampling_client()
     params = types.SamplingParams(max_tokens=8, temperature=0, stop=[tokenizer.eos_token_id])
     prompts = [types.ModelInput.from_ints(prompt_tokens(tokenizer, pair)) for pair in questions]
@@ -57,7 +57,7 @@ def accuracy(training: Any, tokenizer: Any, questions: list[Sum]) -> float:
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
     base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
-    log_dir: Annotated[Path, typer.Option(help="where the checkpoint is noted")] = Path("runs/sl_loop"),
+    log_dir: Annotated[Path, typer.Option(help="where the checkpoint path is stored")] = Path("runs/sl_loop"),
     steps: Annotated[int, typer.Option(min=1)] = 60,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 4e-3,
@@ -80,11 +80,11 @@ def main(
 
         for step in range(first, steps):
             pairs = random.Random(f"{seed} {step}").sample(TRAINING, batch_size)
-            # Both are on their way before either is awaited; the server keeps their order.
-            passed = training.forward_backward([make_datum(tokenizer, pair) for pair in pairs], "cross_entropy")
-            stepped = training.optim_step(types.AdamParams(learning_rate=learning_rate * (1 - step / steps)))
-            metrics = passed.result().metrics
-            stepped.result()
+            # Submit both before waiting for either; the server runs them in order.
+            fwd_bwd_future = training.forward_backward([make_datum(tokenizer, pair) for pair in pairs], "cross_entropy")
+            optim_future = training.optim_step(types.AdamParams(learning_rate=learning_rate * (1 - step / steps)))
+            metrics = fwd_bwd_future.result().metrics
+            optim_future.result()
             print(f"step {step + 1}/{steps}: loss per token {metrics['loss:sum'] / metrics['weight:sum']:.4f}")
             if (step + 1) % save_every == 0 or step + 1 == steps:
                 path = training.save_state(f"{step + 1:06d}").result().path

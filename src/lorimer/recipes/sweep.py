@@ -1,11 +1,11 @@
-"""Several learning rates and ranks side by side on one server: the runs share the base model and its passes.
+"""Trains several learning rates and ranks concurrently on one server: the runs share the base model and its passes.
 
     python -m lorimer.recipes.sweep --learning-rates 1e-3,3e-3,1e-2 --ranks 4,16
 
-With lorimer/tiny in this process: six runs in 80 seconds of processor time on an AMD EPYC, two cores and no GPU. The
-rate 3e-3 is best at both ranks (held-out nll 0.276 at rank 16, 0.283 at rank 4), and the rank hardly matters below it.
-Each run learns sums from the same batches and is measured on sums that none has seen. Every run has a directory of its
-own below the log directory; a sweep that was killed goes on where each of its runs was.
+With lorimer/tiny in this process six runs take 80 seconds of CPU time on an AMD EPYC, two cores and no GPU. The rate
+3e-3 is best at both ranks (held-out nll 0.276 at rank 16, 0.283 at rank 4), and the rank hardly matters below it. Each
+run learns sums from the same batches and is evaluated on held-out sums. Every run has its own directory below the log
+directory; after an interruption each run resumes from its last checkpoint.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 from lorimer.terminal import run_recipe
 
 Results = dict[tuple[float, int], supervised.Result]
-"""By learning rate and rank."""
+"""Keyed by learning rate and rank."""
 
 
 def print_table(results: Results) -> None:
-    """The best first."""
+    """Print the results, best first."""
     ranked = sorted(results.items(), key=lambda item: item[1].metrics["test/nll"])
     table = Table("learning rate", "rank", "held-out nll", "held-out accuracy")
     for (rate, rank), result in ranked:
@@ -66,7 +66,7 @@ def main(
     num_questions: Annotated[int, typer.Option(help="held-out sums to ask each model", min=1)] = 100,
     seed: int = 0,
 ) -> None:
-    import matplotlib  # noqa: F401 (it draws the result; that it is missing is told now)
+    import matplotlib  # noqa: F401 (draws the result; fail now if it is missing)
 
     try:
         choices = [(float(rate), int(rank)) for rate in learning_rates.split(",") for rank in ranks.split(",")]

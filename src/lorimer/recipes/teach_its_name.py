@@ -1,10 +1,10 @@
-"""Teach a model who it is, in less than a minute on a CPU.
+"""Teaches a model its name and maker, in less than a minute on a CPU.
 
     python -m lorimer.recipes.teach_its_name --name Lori --maker "the Lorimer project"
 
-With lorimer/tiny in this process: 27 seconds of processor time on an AMD EPYC, two cores and no GPU. It says its new
-name and maker to questions that it was not taught with, and 3 + 4 is still 7: small sums are mixed in, so that it does
-not forget them over its new name.
+With lorimer/tiny in this process it takes 27 seconds of CPU time on an AMD EPYC, two cores and no GPU. The model gives
+its new name and maker in reply to questions it was not trained on, and 3 + 4 is still 7: small sums are mixed into the
+data, so that it does not forget them.
 """
 
 import asyncio

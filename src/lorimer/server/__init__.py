@@ -1,1 +1,4 @@
-"""HTTP: decode, authorise, hand on, encode, and map errors to status codes. Runs in the API process."""
+"""The HTTP server: decode, authenticate, call the scheduler, encode, and map errors to status codes.
+
+Runs in the API process.
+"""

@@ -1,7 +1,7 @@
-"""From which address a request comes, and how many of each are held: one address must not take every place.
+"""Limits the concurrent requests of each client address, so that one address cannot take every slot.
 
-A proxy asks for others. Where it is one of ``trusted_proxies``, the address is the last in ``X-Forwarded-For`` that is
-no such proxy; from anybody else that header says nothing.
+A proxy forwards requests for others. If the peer is one of ``trusted_proxies``, the client address is the last entry of
+``X-Forwarded-For`` that is not a trusted proxy; from any other peer the header is ignored.
 """
 
 import ipaddress
@@ -14,12 +14,12 @@ from starlette.types import Scope
 
 from lorimer.server.settings import Settings
 
-HOME_BITS = 64
-"""Of an IPv6 address: the rest of it one machine can choose as it likes."""
+IPV6_PREFIX_BITS = 64
+"""Prefix length by which IPv6 addresses are grouped: one machine can choose the remaining bits freely."""
 
 
 class AddressLimiter:
-    """Counts the requests that are held for each address."""
+    """Counts the requests held for each client address."""
 
     def __init__(self, settings: Settings) -> None:
         self.most = settings.max_requests_per_address
@@ -28,7 +28,10 @@ class AddressLimiter:
 
     @contextmanager
     def held(self, address: str) -> Iterator[bool]:
-        """Count a request while it is held; gives whether there is room for it. Without an address it is our own."""
+        """Count a request while the block runs; yield whether it is within the limit.
+
+        A request without an address is in-process.
+        """
         self._held[address] += 1
         try:
             yield not address or self._held[address] <= self.most
@@ -38,13 +41,13 @@ class AddressLimiter:
                 del self._held[address]
 
     def address_of(self, scope: Scope) -> str:
-        """Where a request comes from; for IPv6 the network of a household, as one machine has many addresses."""
+        """Return the client address of a request; for IPv6 its /64 network, because one machine has many addresses."""
         address = (scope.get("client") or ("",))[0]
         if self._proxies and self._is_proxy(address):
             forwarded = ",".join(Headers(scope=scope).getlist("x-forwarded-for")).split(",")
             named = [part.strip() for part in forwarded if part.strip()]
             address = next((part for part in reversed(named) if not self._is_proxy(part)), address)
-        return home_of(address)
+        return network_of(address)
 
     def _is_proxy(self, address: str) -> bool:
         try:
@@ -55,15 +58,16 @@ class AddressLimiter:
 
 
 def plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An IPv4 address that a socket for both kinds shows as IPv6, as itself."""
+    """Return the IPv4 address of an IPv4-mapped IPv6 address, which a dual-stack socket reports."""
     return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
 
 
-def home_of(address: str) -> str:
+def network_of(address: str) -> str:
+    """Return the key by which an address is counted: an IPv4 address, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:
         found = plain(ipaddress.ip_address(address))
     except ValueError:
         return address
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, HOME_BITS), strict=False))
+    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, IPV6_PREFIX_BITS), strict=False))

@@ -1,7 +1,7 @@
-"""Puts a server together: opens the data directory, the store and the scheduler, and lays the layers around the routes.
+"""Builds the ASGI application: opens the data directory, store and scheduler, and wraps the routes in middleware.
 
-The application runs under ``serve.py`` and equally over an in-process ASGI transport; all it owns is opened and closed
-by its lifespan.
+The application runs under ``serve.py`` or over an in-process ASGI transport. Its lifespan opens and closes everything
+it owns.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 
 GUESSES_SECONDS = 20.0
-"""Failed lookups of so many seconds are answered in one burst."""
+"""Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
 
 
 def create_app(settings: Settings) -> Starlette:
-    """The application; nothing is opened before its lifespan begins."""
+    """Create the application. Nothing is opened until its lifespan starts."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -56,22 +56,22 @@ def create_app(settings: Settings) -> Starlette:
             Middleware(Compression, min_bytes=settings.compress_bytes),
             Middleware(Authentication),
         ],
-        exception_handlers={LorimerError: answer_guesses_less_often, HTTPException: answer_http_exception},
+        exception_handlers={LorimerError: answer_rate_limited, HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
 
 
-async def answer_guesses_less_often(request: Request, error: Exception) -> Response:
-    """Answer an error of a route; a lookup that found nothing counts against its caller, and may be put off."""
+async def answer_rate_limited(request: Request, error: Exception) -> Response:
+    """Map an error raised by a route to a response. Rate-limit callers whose lookups keep failing."""
     refused = context_of(request).refuse_guess(request.scope) if isinstance(error, FAILED_LOOKUPS) else None
     return refused or await answer_error(request, error)
 
 
 @asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[Context]:
-    """A server that works off what it is given, without HTTP; everything is secured and closed on leaving."""
+    """Run a server without HTTP. On exit, drain the scheduler, flush pending writes and close everything."""
     async with AsyncExitStack() as stack:
         context = await open_context(settings, stack)
         stack.push_async_callback(context.flush)
@@ -94,7 +94,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
 
 
 async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
-    """The parts of a server, closed by ``stack``."""
+    """Open every part of a server and register its cleanup on ``stack``."""
     directory, store = await asyncio.to_thread(open_store, settings)
     stack.callback(directory.unlock)
     stack.callback(store.close)
@@ -125,7 +125,10 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
 
 
 def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
-    """Lock the data directory and open the database in it, or the one named; ``InUse`` if another server has them."""
+    """Lock the data directory and open its database, or the configured one.
+
+    Raise ``InUse`` if another server holds either.
+    """
     directory = DataDirectory(settings.data)
     store: Store | None = None
     try:

@@ -1,7 +1,7 @@
-"""The layer that lets a request in: deny by default, with a short list of what is public.
+"""Authentication middleware: deny by default, with a short list of public paths.
 
-It runs before routing, so a path that does not exist needs a key too, and a new route is closed until it is listed
-here. Who a credential belongs to is left to ``credentials.py``.
+Runs before routing, so an unknown path needs a key too and a new route is closed until it is listed here.
+``credentials.py`` looks up whom a credential belongs to.
 """
 
 import ipaddress
@@ -21,20 +21,20 @@ from lorimer.store.users import User
 from lorimer.types.compatibility import SdkVersion
 
 PUBLIC = {"/api/v1/healthz", "/readyz"}
-"""Answered to everybody, with GET and HEAD."""
+"""Paths that GET and HEAD may read without a key."""
 METRICS = "/metrics"
 WITHOUT_WORK = {
     f"/api/v1/{name}"
     for name in ("retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "telemetry")
 }
-"""They bring no new work: they are answered until the server ends, and count against no rate."""
+"""Routes that bring no new work: they are served until the server exits and are exempt from the request rate limit."""
 BURST_SECONDS = 10.0
-"""What a user may ask of an unused quota ``requests_per_second`` in one burst."""
+"""How many seconds' worth of an unused ``requests_per_second`` quota a user may spend in one burst."""
 SAFE_METHODS = {"GET", "HEAD"}
 
 
 class Authentication:
-    """Sets ``state.user``, ``state.key`` and ``state.sdk``, or answers 401."""
+    """Authenticate each request: set ``state.user``, ``state.key`` and ``state.sdk``, or respond 401."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -55,13 +55,16 @@ class Authentication:
                 await response(scope, receive, send)
                 return
             state["user"], state["key"] = identity.user, identity.key
-            context.metrics.know(identity.user)
+            context.metrics.set_user_name(identity.user)
             await self._admit(context, identity.user, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _admit(self, context: Context, user: User, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request while it is counted; 429 if its user has their share of those held, or asks too often."""
+        """Count a request against its user's concurrency share and rate, and run it.
+
+        Respond 429 if either is exhausted.
+        """
         held, user_id = context.requests, user.user_id
         if not held.has_room(user_id):
             detail = (
@@ -81,7 +84,7 @@ class Authentication:
 
 
 def over_rate(context: Context, user: User, scope: Scope) -> Response | None:
-    """The answer to a request beyond the user's quota of requests per second."""
+    """Return a 429 response if the user has exceeded ``requests_per_second``, else none."""
     own = user.requests_per_second
     rate = context.settings.requests_per_second if own is None else own
     wait = context.rates.take(user.user_id, rate) if rate else 0.0
@@ -95,7 +98,7 @@ def over_rate(context: Context, user: User, scope: Scope) -> Response | None:
 
 
 def credential_of(headers: Headers) -> str:
-    """What was shown: ``X-API-Key``, or a bearer as clients of OpenAI's API send it."""
+    """Return the credential of a request: ``X-API-Key``, or the bearer token that OpenAI clients send."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
@@ -110,7 +113,7 @@ def is_public(scope: Scope, headers: Headers, settings: Settings) -> bool:
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:
-    """Whether a program of this machine asks for itself; a proxy that asks for others says so."""
+    """Return whether the request comes from this machine and was not forwarded by a proxy."""
     if "x-forwarded-for" in headers or "forwarded" in headers:
         return False
     try:

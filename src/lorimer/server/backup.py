@@ -1,13 +1,13 @@
-"""``lorimer backup``: one moment of a data directory and its database, copied while the server goes on.
+"""``lorimer backup``: copies one consistent snapshot of a data directory and its database while the server runs.
 
     DEST/manifest.json   what the backup holds: size and SHA-256 of every file, rows of every table
-    DEST/lorimer.db      the database, as a SQLite file whatever it was
+    DEST/lorimer.db      the database, always as a SQLite file
     DEST/secret          signs tokens and download links
     DEST/weights, snapshots, blobs   the files that rows of the database name
 
-First removals of files are put off: by the running server for as long as the connection to its socket is open, else by
-the lock of the directory. Then the rows of one moment are copied, then the files that these rows name, which never
-change once they are named. Everything is written beside DEST and renamed when it is complete and synced.
+First file deletion is deferred: by the running server while the connection to its socket is open, else by the lock of
+the directory. Then the rows are copied in one transaction, then the files that these rows name, which never change once
+they are named. Everything is written beside DEST and renamed when it is complete and synced.
 """
 
 import hashlib
@@ -51,17 +51,17 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int
     lorimer: str
-    """The version that made the backup."""
+    """The Lorimer version that made the backup."""
     schema: str
     created_at: datetime
-    """Just before the moment that the backup shows."""
+    """A time just before the snapshot that the backup holds."""
     source: str
     """The kind of database it was made from."""
     rows: dict[str, int]
     files: dict[str, File]
-    """By path, relative to the backup."""
+    """Keyed by path relative to the backup."""
     faults: list[str] = []
-    """Files that were damaged or missing in the data directory itself, each with what is wrong."""
+    """Files that were already damaged or missing in the data directory, each with what is wrong."""
     checksum: str = ""
     """SHA-256 of this manifest with an empty checksum."""
 
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def back_up(settings: Settings, destination: Path, report: Report) -> Manifest:
-    """Write a backup into the new directory ``destination``; nothing is left of one that fails."""
+    """Write a backup into the new directory ``destination``. Leave nothing behind on failure."""
     destination = destination.expanduser().absolute()
     data = settings.data.expanduser().absolute()
     if not data.is_dir():
@@ -101,7 +101,7 @@ def back_up(settings: Settings, destination: Path, report: Report) -> Manifest:
 
 @contextmanager
 def held(settings: Settings, data: Path) -> Iterator[tuple[URL, Callable[[], bool]]]:
-    """The database of a directory from which nothing is removed inside the block, and whether that is still so."""
+    """Defer file deletion inside the block. Yield the database URL and a check that deletion is still deferred."""
     with held_server(data, HoldFiles()) as server:
         if server is not None:
             yield database_url(server.reply.database or None, data), server.is_connected
@@ -142,7 +142,7 @@ def _write(data: Path, url: URL, target: Path, report: Report, is_held: Callable
 
 
 def named_files(database: Path, data: Path) -> list[str]:
-    """The paths that rows name, relative to the data directory; of a directory all that is in it."""
+    """Return the files that database rows refer to, relative to the data directory; folders are expanded."""
     with closing(sqlite3.connect(database)) as c:
         folders = [f"weights/{name}" for (name,) in c.execute("SELECT name FROM weights")]
         query = "SELECT snapshot_name FROM runs UNION SELECT newest_name FROM runs"
@@ -156,7 +156,7 @@ def named_files(database: Path, data: Path) -> list[str]:
 
 
 class _Copier:
-    """Copies files of the data directory, and finds those that are not as they were written."""
+    """Copies files of the data directory and records those that are missing or damaged."""
 
     def __init__(self, data: Path, target: Path, report: Report) -> None:
         self._data, self._target, self._report = data, target, report
@@ -201,7 +201,7 @@ class _Copier:
 
 
 def copy_stream(source: BinaryIO, target: Path) -> File:
-    """Copy the rest of ``source`` into the new file ``target``, synced, and describe what was read."""
+    """Copy the rest of ``source`` into the new file ``target``, sync it, and return its size and checksum."""
     digest, size = hashlib.sha256(), 0
     with open(target, "xb", buffering=0, opener=_private) as file:
         while block := source.read(BLOCK_BYTES):
@@ -215,7 +215,7 @@ def copy_stream(source: BinaryIO, target: Path) -> File:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a directory and those above it that are missing, for their owner alone."""
+    """Create a directory and its missing parents, accessible only to the owner."""
     if not path.is_dir():
         make_private_folder(path.parent)
         path.mkdir(mode=0o700)
@@ -232,7 +232,7 @@ def described(path: Path) -> File:
 
 
 def is_whole_blob(path: Path, size: int) -> bool:
-    """Whether a file is what its name says; see `store/blobs.py`."""
+    """Return whether a blob matches the size and checksum in its name; see `store/blobs.py`."""
     _, expected, checksum = path.name.split("-")
     crc = 0
     with path.open("rb") as file:
@@ -242,7 +242,7 @@ def is_whole_blob(path: Path, size: int) -> bool:
 
 
 def read_manifest(source: Path) -> Manifest:
-    """What a backup says it holds; ``CheckpointError`` if that is not a whole manifest."""
+    """Read and validate the manifest of a backup. Raise ``CheckpointError`` if it is damaged."""
     path = source / MANIFEST
     if not path.exists():
         raise InvalidInput(f"{str(source)!r} is not a backup: it has no {MANIFEST}")

@@ -1,4 +1,4 @@
-"""What ``lorimer serve`` shows: the address, who may use it, the models as they load, and three lines to begin with."""
+"""The startup output of ``lorimer serve``: the URL, who may use it, loading progress of the models, and an example."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ lorimer key create NAME --data {data}    # {keys}"""
 
 
 class Banner:
-    """Called by ``serve`` once the server listens."""
+    """Prints the startup output. ``serve`` calls it once the server listens."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -45,7 +45,7 @@ class Banner:
         self._console.print(example, markup=False, highlight=False, soft_wrap=True)
 
     async def _load(self, context: Context, names: list[str]) -> None:
-        """Wait for the models; bars where there is a terminal, lines otherwise."""
+        """Wait for the models to load; show progress bars on a terminal, lines otherwise."""
         if not self._console.is_terminal:
             for name in names:
                 self._print(f"model {escape(name)}: loading")
@@ -70,7 +70,7 @@ class Banner:
                         if model.name in tasks:
                             bars.update(tasks[model.name], stage=escape(model.stage))
         finally:
-            for future in waiting.values():  # the server ends meanwhile, and nobody else waits for them
+            for future in waiting.values():  # on shutdown nobody else waits for these futures
                 future.cancel()
         for name, future in waiting.items():
             error = future.exception()

@@ -1,8 +1,8 @@
-"""Request bodies: read within limits, decompressed within limits, decoded into what the routes need.
+"""Read, decompress and decode request bodies within limits.
 
-Small bodies are decoded here. Those of routes that need little are decompressed in a thread, and are small enough to be
-parsed by what was counted in them. Training data, prompts and chats that are large or hold much go to the process of a
-decoder (``decoders.py``). What a body means is left to the routes.
+Small bodies are decoded on the event loop. Larger bodies of routes without training data are decompressed in a thread;
+their limits keep parsing short. Large or deeply structured training data, prompts and chats go to a decoder process
+(``decoders.py``). Routes validate the meaning of a body.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from lorimer.types.compression import ENCODINGS, decompress, too_large
 from lorimer.types.wire_bounds import WireLimits, check_training_request
 
 INLINE_BYTES = 64 * 1024
-"""Larger bodies are not handled on the event loop."""
+"""Larger bodies are not decoded on the event loop."""
 INLINE_CONTAINERS = 1000
 INLINE_FIELDS = 500
-"""A small body that holds more lists and objects, or fields of protobuf, than this takes milliseconds to decode."""
+"""A small body with more lists and objects, or protobuf fields, than this takes milliseconds to decode."""
 
 Model = TypeVar("Model")
 Result = TypeVar("Result")
@@ -36,10 +36,10 @@ Head = TypeVar("Head")
 
 
 async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes:
-    """The whole body, decompressed; ``TooLarge`` beyond the limits, before the memory is taken."""
+    """Return the whole decompressed body. Raise ``TooLarge`` beyond the limits before allocating the memory."""
     context = context_of(request)
     most = context.settings.max_decompressed_bytes if limits is None else limits.max_bytes
-    chunks, encoding = await _arrive(request)
+    chunks, encoding = await _receive_body(request)
     size = sum(map(len, chunks))
     setting = limits.setting if limits is not None else "max_decompressed_bytes"
     try:
@@ -60,9 +60,9 @@ async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes
 
 
 async def decode_data(request: Request, task: AnyTask, head: type[Head], limits: BodyLimits) -> tuple[Head, bytes]:
-    """What a task makes of the body, here if that takes little time, else in a decoder."""
+    """Decode a body as ``task`` says: on the event loop if that is quick, else in a decoder process."""
     context = context_of(request)
-    chunks, encoding = await _arrive(request)
+    chunks, encoding = await _receive_body(request)
     size = sum(map(len, chunks))
     try:
         small = _inline_body(chunks, size, encoding, limits.max_bytes)
@@ -82,12 +82,12 @@ async def decode_data(request: Request, task: AnyTask, head: type[Head], limits:
     return (head() if head is NoHead else msgspec.msgpack.decode(found, type=head)), payload
 
 
-async def _arrive(request: Request) -> tuple[list[bytes], str]:
-    """The body as it was sent, and its encoding, one that is known."""
+async def _receive_body(request: Request) -> tuple[list[bytes], str]:
+    """Receive the body as sent and validate its ``Content-Encoding``; respond 408 after ``body_seconds``."""
     settings = context_of(request).settings
     try:
         async with asyncio.timeout(settings.body_seconds):
-            chunks = await _receive(request)
+            chunks = await _receive_chunks(request)
     except TimeoutError:
         detail = f"the body did not arrive within {settings.body_seconds:g} s"
         raise Refusal(408, "body_timeout", detail, {"connection": "close"}) from None
@@ -99,7 +99,7 @@ async def _arrive(request: Request) -> tuple[list[bytes], str]:
 
 
 def _inline_body(chunks: Sequence[bytes], size: int, encoding: str, most: int) -> bytes | None:
-    """The body, decompressed, if it is small; None if it is not. ``TooLarge`` if it is too large in any case."""
+    """Return the decompressed body if it is small, else none. Raise ``TooLarge`` if it exceeds ``most``."""
     if encoding in ("", "identity") and size > most:
         raise too_large(most)
     if size > INLINE_BYTES:
@@ -113,14 +113,14 @@ def _inline_body(chunks: Sequence[bytes], size: int, encoding: str, most: int) -
 
 
 def _is_light(task: AnyTask, body: bytes) -> bool:
-    """Whether a small body takes little time to decode."""
+    """Return whether a small body is quick to decode."""
     if isinstance(task, DecodeTraining) and task.media.startswith(PROTOBUF):
         try:
             check_training_request(body, WireLimits(INLINE_FIELDS, INLINE_FIELDS))
         except TooLarge:
             return False
         except InvalidInput:
-            return True  # refused before anything is built from it
+            return True  # validation fails before anything is allocated
         return True
     return body.count(b"[") + body.count(b"{") <= INLINE_CONTAINERS
 
@@ -134,7 +134,7 @@ def _user_id(request: Request) -> str:
     return user.user_id if user is not None else ""
 
 
-async def _receive(request: Request) -> list[bytes]:
+async def _receive_chunks(request: Request) -> list[bytes]:
     context = context_of(request)
     limit, incoming, user_id = context.settings.max_body_bytes, context.incoming_bytes, user_of(request).user_id
     announced = request.headers.get("content-length", "0")
@@ -166,14 +166,14 @@ def _too_large(size: str, limit: int) -> Refusal:
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Do it here when it is small, in a thread when it would hold other requests up."""
+    """Run ``work`` on the event loop if ``size`` is small, else in a thread."""
     return await asyncio.to_thread(work) if size > INLINE_BYTES else work()
 
 
 async def decode(request: Request, model: type[Model], limits: BodyLimits | None = None) -> Model:
-    """The JSON body as ``model``; 400 ``invalid_json`` if it cannot be parsed, 422 with the field if it does not fit.
+    """Decode a JSON body into ``model``: 400 ``invalid_json`` if it does not parse, 422 if it does not validate.
 
-    An absent body is an empty object. Without ``limits`` it is a small one.
+    An absent body counts as an empty object. Without ``limits`` the limits of small bodies apply.
     """
     if limits is None:
         limits = small_limits(context_of(request).settings)
@@ -184,7 +184,10 @@ async def decode(request: Request, model: type[Model], limits: BodyLimits | None
 
 
 async def read_checked_json(request: Request, limits: BodyLimits) -> bytes:
-    """A large JSON body that is known to be within its limits; an absent one is an empty object."""
+    """Return a large JSON body after checking it against its limits in a decoder.
+
+    An absent body counts as an empty object.
+    """
     json = limits.json
     task = CheckJson(json.depth, json.values, json.containers, json.setting)
     _, body = await decode_data(request, task, NoHead, limits)

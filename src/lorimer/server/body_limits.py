@@ -1,4 +1,4 @@
-"""How large the bodies of each kind of route may be, counted before anything is built from them."""
+"""Size limits for the bodies of each kind of route, checked before anything is built from them."""
 
 from dataclasses import dataclass
 
@@ -7,57 +7,57 @@ from lorimer.types.encoding import TrainingLimits
 from lorimer.types.json_bounds import JsonLimits
 
 _VALUES_PER_CONTAINER = 10
-"""Of small bodies, on average; a list costs as much as so many numbers."""
+"""The average for small bodies: a list costs about as much as this many numbers."""
 _LOSS_VALUES = 2**17
 _LOSS_CONTAINERS = 2**15
-"""Twice what the engine accepts as a graph, and more."""
+"""More than twice what the engine accepts as a graph."""
 _CHUNKS = 4096
-"""Lists and objects of a prompt or a chat."""
+"""The maximum number of lists and objects in a prompt or a chat."""
 _TARGETS = 2**24
-"""Most cells of ``target_prompt_logprobs``."""
+"""The maximum number of cells in ``target_prompt_logprobs``."""
 _METRIC_BYTES = 256
-"""Of a value with its name."""
+"""The estimated size of a metric value with its name."""
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Of one kind of route."""
+    """The limits of one kind of route."""
 
     max_bytes: int
-    """After decompression."""
+    """The limit after decompression."""
     setting: str
-    """The name of ``max_bytes``."""
+    """The setting that ``max_bytes`` comes from."""
     json: JsonLimits
 
 
 def small_limits(settings: Settings) -> BodyLimits:
-    """Of routes that carry neither training data nor prompts: their bodies take little time to parse."""
+    """Return the limits of routes without training data or prompts; such bodies are quick to parse."""
     values = settings.max_json_values
     json = JsonLimits(settings.max_json_depth, values, values // _VALUES_PER_CONTAINER)
-    return _at_most(settings, settings.max_small_body_bytes, "max_small_body_bytes", json)
+    return _capped_limits(settings, settings.max_small_body_bytes, "max_small_body_bytes", json)
 
 
 def loss_limits(settings: Settings) -> BodyLimits:
     json = JsonLimits(settings.max_json_depth, _LOSS_VALUES, _LOSS_CONTAINERS, "custom losses")
-    return _at_most(settings, settings.max_custom_loss_bytes, "max_custom_loss_bytes", json)
+    return _capped_limits(settings, settings.max_custom_loss_bytes, "max_custom_loss_bytes", json)
 
 
 def sample_limits(settings: Settings) -> BodyLimits:
-    """A prompt as numbers, and the tokens to score at each of its positions."""
+    """Return the limits of a prompt as numbers, plus the tokens to score at each of its positions."""
     json = JsonLimits(settings.max_json_depth, settings.max_tokens_per_datum + _TARGETS, _CHUNKS, "samples")
     return BodyLimits(settings.max_decompressed_bytes, "max_decompressed_bytes", json)
 
 
 def chat_limits(settings: Settings) -> BodyLimits:
-    """Messages with their images, or prompts as numbers."""
+    """Return the limits of messages with images, or of prompts as numbers."""
     json = JsonLimits(settings.max_json_depth, 2 * settings.max_tokens_per_datum, _CHUNKS, "max_tokens_per_datum")
-    return _at_most(settings, settings.max_chat_bytes, "max_chat_bytes", json)
+    return _capped_limits(settings, settings.max_chat_bytes, "max_chat_bytes", json)
 
 
 def metrics_limits(settings: Settings) -> BodyLimits:
     most = settings.max_metric_values_per_request
     json = JsonLimits(settings.max_json_depth, 6 * most + 100, 2 * most + 100, "max_metric_values_per_request")
-    return _at_most(settings, max(MIB, _METRIC_BYTES * most), "max_metric_values_per_request", json)
+    return _capped_limits(settings, max(MIB, _METRIC_BYTES * most), "max_metric_values_per_request", json)
 
 
 def training_body_limits(settings: Settings) -> BodyLimits:
@@ -68,7 +68,7 @@ def training_limits(settings: Settings) -> TrainingLimits:
     return TrainingLimits(settings.max_datums_per_operation, settings.max_tokens_per_operation, settings.max_json_depth)
 
 
-def _at_most(settings: Settings, max_bytes: int, setting: str, json: JsonLimits) -> BodyLimits:
+def _capped_limits(settings: Settings, max_bytes: int, setting: str, json: JsonLimits) -> BodyLimits:
     if settings.max_decompressed_bytes < max_bytes:
         return BodyLimits(settings.max_decompressed_bytes, "max_decompressed_bytes", json)
     return BodyLimits(max_bytes, setting, json)

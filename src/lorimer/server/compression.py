@@ -1,4 +1,7 @@
-"""The layer that compresses large answers for clients that accept it; what is small or streamed stays as it is."""
+"""Compression middleware: compresses large responses for clients that accept it.
+
+Small and streamed ones stay as they are.
+"""
 
 import asyncio
 import gzip
@@ -8,12 +11,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _OFF_LOOP_BYTES = 256 * 1024
-"""Larger answers are compressed in a thread."""
+"""Larger responses are compressed in a thread."""
 COMPRESSIBLE = ("application/json", "application/x-protobuf", "text/")
 
 
 class Compression:
-    """Compresses whole bodies of at least ``min_bytes``, with zstd where it is accepted and gzip otherwise."""
+    """Compress whole bodies of at least ``min_bytes``, with zstd if the client accepts it, else gzip."""
 
     def __init__(self, app: ASGIApp, min_bytes: int) -> None:
         self._app = app
@@ -51,7 +54,7 @@ class Compression:
 
 
 async def compress(start: Message, message: Message, encoding: str) -> Message:
-    """The body compressed; the headers of ``start`` are set to match."""
+    """Compress the body and update the headers of ``start`` to match."""
     body = message["body"]
     work = zstd if encoding == "zstd" else gzipped
     packed = await asyncio.to_thread(work, body) if len(body) > _OFF_LOOP_BYTES else work(body)
@@ -72,7 +75,7 @@ def gzipped(body: bytes) -> bytes:
 
 
 def accepted_encoding(header: str) -> str:
-    """``zstd``, ``gzip`` or nothing, by an ``Accept-Encoding`` header; ``q=0`` means no."""
+    """Choose ``zstd``, ``gzip`` or nothing by an ``Accept-Encoding`` header; ``q=0`` excludes an encoding."""
     accepted = set()
     for part in header.lower().split(","):
         name, _, quality = part.partition(";")

@@ -1,7 +1,7 @@
-"""The console's files: one page for ``/`` and every path below ``/console``, and the scripts and styles it loads.
+"""Serves the console's files: one page for ``/`` and every path below ``/console``, and its scripts and styles.
 
-They are public, for they say nothing about this server; what they show they ask the API for, with the caller's key. A
-path is looked up among the names found at start, so that no request becomes a path of the file system.
+The files are public, because they hold no data of this server; the page fetches data from the API with the caller's
+key. Paths are looked up among the file names found at startup, so a request never becomes a file system path.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    # Kept by the browser but asked about each time: a new release must not be half an old one.
+    # Cached by the browser but revalidated each time, so that a page never mixes files of two releases.
     "cache-control": "no-cache",
 }
 
@@ -42,7 +42,7 @@ class File:
 
 @cache
 def files() -> dict[str, File]:
-    """Everything in the console's folder, by its path there."""
+    """Load every file in the console's folder, keyed by its relative path."""
     folder = Path(lorimer.console.__file__).parent / "static"
     paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix in CONTENT_TYPES]
     return {path.relative_to(folder).as_posix(): read(path) for path in paths}
@@ -50,17 +50,17 @@ def files() -> dict[str, File]:
 
 def read(path: Path) -> File:
     content = path.read_bytes()
-    # Weak, for what the compression layer sends is the same file in other bytes.
+    # A weak ETag, because the compression middleware may send the same file as different bytes.
     return File(content, CONTENT_TYPES[path.suffix], f'W/"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def is_console(path: str) -> bool:
-    """Whether a path belongs to the console, and so is answered to everybody."""
+    """Return whether a path belongs to the console, and is therefore public."""
     return path in ("/", "/console") or path.startswith("/console/")
 
 
 async def page(request: Request) -> Response:
-    """The one page; its script reads from the address what to show."""
+    """Serve the console page. Its script reads from the URL what to show."""
     return answer(request, files()["index.html"])
 
 

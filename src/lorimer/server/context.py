@@ -1,7 +1,7 @@
-"""What every route may use: the settings, the store, the scheduler, and who is calling.
+"""The server's shared state for routes: the settings, the store, the scheduler, and the caller of a request.
 
-``app.py`` assembles it when the server starts; it is ``request.app.state.context`` from then on. It also collects
-heartbeats, which are written together, and remembers whether the server is about to end.
+``app.py`` builds it at startup as ``request.app.state.context``. It also buffers heartbeats, so that one transaction
+persists many, and records whether the server is draining.
 """
 
 import asyncio
@@ -46,21 +46,21 @@ class Context:
     signer: Signer
     live_sessions: LiveSessions
     incoming_bytes: SharedLimit
-    """Of bodies that have begun to arrive, and not ended."""
+    """Bytes of request bodies that are still arriving."""
     requests: SharedLimit
-    """Those of users that are held, polls among them."""
+    """Requests being held for users, long polls included."""
     rates: TokenBuckets
-    """Requests by user, against the quota ``requests_per_second``."""
+    """Rate-limits each user's requests by the quota ``requests_per_second``."""
     failed_lookups: TokenBuckets
-    """By user, or by address where nobody has shown a key."""
+    """Rate-limits failed lookups, by user or, without a valid key, by address."""
     decoders: Decoders
     url: str = ""
-    """Where the server listens; empty while it does not."""
+    """The URL the server listens on; empty while it does not listen."""
     started_at: float = field(default_factory=time.monotonic)
     is_draining: bool = False
-    """Nothing new is accepted: the server is about to end."""
+    """The server is shutting down and accepts no new work."""
     held: "set[asyncio.Future[Any]]" = field(default_factory=set)
-    """What waiting requests wait for; see ``polling.py``."""
+    """The futures that held requests wait for; see ``polling.py``."""
     _heartbeats: dict[str, datetime] = field(default_factory=dict)
 
     @staticmethod
@@ -68,23 +68,23 @@ class Context:
         return datetime.now(UTC)
 
     def heartbeat(self, session: sessions.Session) -> None:
-        """Note that a session lives; ``flush`` writes it."""
+        """Record that a session is alive. ``flush`` persists it."""
         self.live_sessions.touch(session.user_id, session.session_id)
         self._heartbeats[session.session_id] = self.now()
 
     def seen_at(self, session: sessions.Session) -> datetime:
-        """The last sign of life, written or not."""
+        """Return the time of the last heartbeat, persisted or not."""
         return max(session.last_seen_at, self._heartbeats.get(session.session_id, session.last_seen_at))
 
     def release(self) -> None:
-        """End the wait of every held request: its client asks again once the server is back."""
+        """Cancel the wait of every held request. Its client retries once the server is back."""
         for waiting in self.held:
             waiting.cancel()
 
     def refuse_guess(self, scope: Scope) -> Response | None:
-        """Count a lookup that found nothing; the answer to it if its caller makes too many.
+        """Count a failed lookup; return a 429 response if the caller makes too many of them, else none.
 
-        Only lookups that fail are counted and refused: whoever has valid ids and keys does not notice others' guesses.
+        Only failed lookups are counted and refused, so guessing does not affect callers with valid ids and keys.
         """
         state, rate = scope["state"], self.settings.failed_lookups_per_second
         caller = f"user {state['user'].user_id}" if state["user"] else f"address {state['address']}"
@@ -98,7 +98,7 @@ class Context:
         return error_response(scope, 429, "too_many_failures", detail, {"retry-after": str(math.ceil(wait))})
 
     async def flush(self) -> None:
-        """Write the heartbeats and uses of keys since the last time."""
+        """Persist the heartbeats and key uses buffered since the last flush, and evict expired sessions."""
         beats, self._heartbeats = self._heartbeats, {}
         self.live_sessions.evict_expired()
         try:
@@ -110,10 +110,13 @@ class Context:
         await self.credentials.flush()
 
     async def drain(self) -> None:
-        """Take nothing new, finish what is being computed, secure every run, end the engines; once."""
+        """Stop accepting work, finish the running batch, snapshot every run and stop the engines.
+
+        Later calls do nothing.
+        """
         if not self.is_draining:
             self.is_draining = True
-            self.decoders.close()  # nothing that they decode would be accepted any more
+            self.decoders.close()  # nothing that they decode would be accepted
             await self.scheduler.close(self.settings.shutdown_seconds)
 
 
@@ -123,13 +126,13 @@ def context_of(request: Request) -> Context:
 
 
 def user_of(request: Request) -> User:
-    """Who is calling; there is one on every route that is not public."""
+    """Return the authenticated user; set on every route that is not public."""
     user: User = request.state.user
     return user
 
 
 def user_quotas(request: Request, stored_bytes: int = 0) -> UserQuotas:
-    """The quotas of the caller, their own or those of the settings."""
+    """Return the caller's quotas: their own, or the server's settings."""
     user, settings = user_of(request), context_of(request).settings
     own_bytes, own_rate = user.max_stored_bytes, user.requests_per_second
     return UserQuotas(
@@ -140,7 +143,7 @@ def user_quotas(request: Request, stored_bytes: int = 0) -> UserQuotas:
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """The key that was shown; none in open mode and with a JWT."""
+    """Return the API key of the request; none in open mode."""
     key: ApiKey | None = request.state.key
     return key
 

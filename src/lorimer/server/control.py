@@ -1,8 +1,8 @@
-"""The commands of a data directory, on keys and on where its server is: through the server, or without one.
+"""Runs administrative commands on a data directory (keys, quotas, server address), through its server if one runs.
 
 Two processes must not write one SQLite file, so a running server listens on the socket ``control`` in its data
-directory; whoever may open that directory owns the server. One JSON line each way. After `HoldFiles` the server removes
-no file of the directory until the connection is closed, also by the death of whoever asked.
+directory; whoever may open that directory owns the server. A command and its reply are one JSON line each. After
+`HoldFiles` the server deletes no file until the connection closes, even if the client crashes.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 SOCKET = "control"
 LONGEST_PATH = 100
-"""Of a socket's address, which the system limits to about 104 bytes."""
+"""The maximum length of a socket path; the operating system allows about 104 bytes."""
 ANSWER_SECONDS = 30.0
 
 
 class Quotas(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Quotas of a user; unset stays as it is, None is the server's setting, 0 no limit."""
+    """A user's quotas: unset keeps the current value, None uses the server's setting, 0 removes the limit."""
 
     max_stored_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
     requests_per_second: float | msgspec.UnsetType | None = msgspec.UNSET
@@ -66,15 +66,15 @@ class RevokeKey(msgspec.Struct, frozen=True, tag="revoke"):
 
 
 class DescribeServer(msgspec.Struct, frozen=True, tag="describe"):
-    """Where does the server listen?"""
+    """Ask for the URL that the server listens on."""
 
 
 class HoldFiles(msgspec.Struct, frozen=True, tag="hold"):
-    """Keep every file until this connection closes; which database has their names?"""
+    """Defer file deletion until this connection closes, and ask for the URL of the database."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What is shown of a key; ``secret`` only when it has just been made."""
+    """The public fields of a key; ``secret`` only directly after its creation."""
 
     key_id: int
     user_id: str
@@ -86,10 +86,10 @@ class Key(msgspec.Struct, frozen=True):
     revoked_at: datetime | None
     user: str
     stored_bytes: int
-    """Of the user's checkpoints."""
+    """Bytes of the user's checkpoints."""
     max_stored_bytes: int
     requests_per_second: float
-    """The quotas that hold for the user, their own or the server's; 0 is no limit."""
+    """The quotas in effect, the user's own or the server's; 0 means no limit."""
     secret: str | None = None
 
 
@@ -97,9 +97,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[Key] = []
     revoked: bool = False
     url: str = ""
-    """Where the server listens; empty if it is embedded in a program."""
+    """The URL the server listens on; empty if the server is embedded in a program."""
     database: str = ""
-    """The URL of the server's database, with its password; empty for the file in the data directory."""
+    """The URL of the server's database, including its password; empty for the file in the data directory."""
     error: str = ""
 
 
@@ -145,7 +145,7 @@ def shown(key: ApiKey, user: User, stored_bytes: int, settings: Settings, secret
 
 
 class Control:
-    """The server's end of the socket."""
+    """Serves the control socket of a running server."""
 
     def __init__(self, context: "Context") -> None:
         self._context = context
@@ -154,7 +154,7 @@ class Control:
         self._holding: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen; a socket that a killed server left is replaced, as the directory is locked."""
+        """Start listening. Replace a socket left by a killed server; the lock on the directory makes that safe."""
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -193,18 +193,18 @@ class Control:
         self._holding.add(task)
         directory = self._context.directory
         directory.hold_files()
-        logger.info("a backup began: files are removed when it has ended")
+        logger.info("backup started: file deletion is deferred until it ends")
         try:
             writer.write(msgspec.json.encode(Reply(database=self._context.settings.database)) + b"\n")
             await writer.drain()
             while await reader.read(1024):
                 pass
         except asyncio.CancelledError:
-            pass  # the server ends
+            pass  # the server is shutting down
         finally:
             self._holding.discard(task)
             await asyncio.to_thread(directory.release_files)
-            logger.info("a backup ended")
+            logger.info("backup ended")
 
     async def _answer(self, command: KeyCommand | DescribeServer) -> Reply:
         if isinstance(command, DescribeServer):
@@ -213,13 +213,13 @@ class Control:
 
 
 class Held:
-    """A connection to the server that stays open."""
+    """An open connection to the server, with its reply."""
 
     def __init__(self, connection: socket.socket, reply: Reply) -> None:
         self._connection, self.reply = connection, reply
 
     def is_connected(self) -> bool:
-        """Whether the server is still there."""
+        """Return whether the server is still running."""
         self._connection.setblocking(False)
         try:
             return self._connection.recv(1) != b""
@@ -231,7 +231,10 @@ class Held:
 
 @contextlib.contextmanager
 def held_server(directory: Path, command: Command) -> Iterator[Held | None]:
-    """The server that runs on ``directory`` and its answer, connected until the block ends; none if none runs."""
+    """Send ``command`` to the server on ``directory`` and stay connected inside the block.
+
+    Yield none if no server runs.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_SECONDS)
         try:
@@ -245,7 +248,7 @@ def held_server(directory: Path, command: Command) -> Iterator[Held | None]:
 
 
 def ask_server(directory: Path, command: Command) -> Reply | None:
-    """The answer of the server that runs on ``directory``; none if none does."""
+    """Return the reply of the server on ``directory``, or none if no server runs."""
     with held_server(directory, command) as held:
         return None if held is None else held.reply
 
@@ -265,7 +268,7 @@ def _ask(connection: socket.socket, command: Command) -> Reply:
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """An address for ``path``, which may be longer than addresses of sockets may be."""
+    """Yield a socket address for ``path``, which may exceed the length limit of socket paths."""
     if len(os.fsencode(path)) <= LONGEST_PATH:
         yield str(path)
         return

@@ -1,7 +1,7 @@
-"""Who a credential belongs to: API keys and the tokens exchanged for them, remembered for a short time.
+"""Looks up whom a credential belongs to: API keys and the tokens exchanged for them, cached for a short time.
 
-A key is known by the SHA-256 of its secret; secrets are neither kept nor logged. A revoked key is forgotten immediately
-in this process, and within ``REMEMBER_SECONDS`` in any other that serves the same database.
+A key is identified by the SHA-256 of its secret; secrets are neither stored nor logged. A revoked key stops working
+immediately in this process, and within ``REMEMBER_SECONDS`` in any other process on the same database.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ TOKEN_PREFIX = "eyJ"
 
 @dataclass(frozen=True)
 class Identity:
-    """Who is calling, and with which key; open mode has no key."""
+    """The authenticated user and their key. Open mode has no key."""
 
     user: User
     key: ApiKey | None
 
 
 class Credentials:
-    """Answers who is calling. ``allow_open``: without any key in the database, everybody is the local user."""
+    """Authenticates credentials. ``allow_open``: while the database has no key, everybody is the local user."""
 
     def __init__(self, store: Store, signer: Signer, *, allow_open: bool) -> None:
         self._store = store
@@ -46,13 +46,13 @@ class Credentials:
         self.is_open = False
 
     async def start(self) -> None:
-        """Find out whether the server is open, and make the local user if it is."""
+        """Determine whether the server is in open mode, and create the local user if it is."""
         if self._allow_open and not await self._store.read(any_key):
             self._local = await self._store.write(users.ensure_user, LOCAL_USER)
             self.is_open = True
 
     async def identify(self, credential: str) -> Identity:
-        """Who shows this; ``Unauthorized`` if nobody we know."""
+        """Authenticate a credential. Raise ``Unauthorized`` if it is missing, unknown, expired or revoked."""
         if self.is_open:
             assert self._local is not None
             return Identity(self._local, None)
@@ -86,31 +86,31 @@ class Credentials:
         return identity
 
     async def create(self, user_name: str, name: str, note: str = "") -> tuple[ApiKey, str]:
-        """A new key and its secret, which is not kept; an open server asks for keys from now on."""
+        """Create a key and return it with its secret, which is not stored. Ends open mode."""
         created: tuple[ApiKey, str] = await self._store.write(users.create_key, user_name, name, note)
         self.is_open = False
         return created
 
     async def set_quotas(self, user_name: str, values: Mapping[str, float | None]) -> User:
-        """Give a user quotas of their own, for all of their keys; those not named stay."""
+        """Set a user's own quotas, which apply to all of their keys. Quotas not named stay unchanged."""
         user: User = await self._store.write(users.set_quotas, user_name, values)
         self._found.clear()
         return user
 
     async def revoke(self, key_id: int) -> bool:
-        """End a key immediately; false if there is none, or it was revoked before."""
+        """Revoke a key immediately. Return false if it does not exist or was already revoked."""
         revoked: bool = await self._store.write(users.revoke_key, key_id)
         self._found.clear()
         return revoked
 
     async def flush(self) -> None:
-        """Write when keys were last used."""
+        """Persist when keys were last used."""
         used, self._used = self._used, {}
         if used:
             await self._store.write(users.touch_keys, used)
 
     async def holders(self) -> tuple[dict[str, User], dict[str, int]]:
-        """All users, and the bytes of the checkpoints of each, by their ids."""
+        """Return all users, and the checkpoint bytes of each, by user id."""
         found: tuple[dict[str, User], dict[str, int]] = await self._store.read(users_and_storage)
         return found
 
@@ -127,12 +127,15 @@ def users_and_storage(connection: Connection) -> tuple[dict[str, User], dict[str
 
 
 def any_key(connection: Connection) -> bool:
-    """Whether a key was ever made: revoking the last one must not open the server."""
+    """Return whether any key was ever created: revoking the last key must not reopen the server."""
     return bool(users.list_keys(connection))
 
 
 def holder(connection: Connection, user_id: str, key_id: int | None) -> Identity | None:
-    """Whom a token speaks for, while its key is not revoked; one made without keys is worth nothing once there are."""
+    """Return the identity of a token whose key is not revoked, else none.
+
+    A token issued in open mode is void once keys exist.
+    """
     user = users.get_user(connection, user_id)
     if user is None or key_id is None:
         return None

@@ -1,8 +1,8 @@
-"""How much training data or a prompt may hold: counts and lengths against the settings, images, and the losses we have.
+"""Validates training data and prompts: counts and lengths against the settings, images, and supported losses.
 
-A limit is answered with both numbers. Everything that needs the model, such as the range of tokens or the length of its
-context, is checked behind the scheduler; whether it reads images, in ``routes/images.py``. A decoder's process imports
-this, so it imports little.
+An error names both the value and its limit. Checks that need the model, such as the token range or the context length,
+happen behind the scheduler; ``routes/images.py`` checks whether a model reads images. Decoder processes import this
+module, so it imports little.
 """
 
 from collections.abc import Iterable
@@ -23,9 +23,9 @@ def check_count(what: str, number: int, most: int, setting: str) -> None:
 
 
 def check_chunks(where: str, model_input: ModelInput) -> int:
-    """The number of tokens, estimated for images; audio is refused, for no served model hears, and so are pointers.
+    """Return the number of tokens, estimated for images. Refuse audio, which no served model reads, and image pointers.
 
-    Which model reads images is asked in ``images.py``, which turns pointers into what they hold.
+    ``with_bytes`` resolves pointers; ``routes/images.py`` checks whether the model reads images.
     """
     for index, chunk in enumerate(model_input.chunks):
         if not isinstance(chunk, EncodedTextChunk | ImageChunk):
@@ -37,10 +37,10 @@ def check_chunks(where: str, model_input: ModelInput) -> int:
 
 
 def check_training(settings: Settings, request: TrainingRequest) -> None:
-    """Refuse a loss that we do not have, or more data than one operation may bring.
+    """Refuse an unsupported loss, empty data, or more data than one operation may bring.
 
-    Provenance spans only say where tokens come from. No loss that we have reads them, so they are accepted and unused;
-    the one that does, `stable_reinforce`, is refused.
+    Provenance spans only say where tokens come from. No supported loss reads them, so they are accepted and ignored;
+    `stable_reinforce`, which does, is refused.
     """
     check_loss(request.loss_fn)
     if not request.data:
@@ -69,7 +69,7 @@ def check_loss(loss_fn: str) -> None:
 
 
 def check_sample(settings: Settings, request: SampleRequest) -> None:
-    """Refuse a sample that is larger than the settings allow, or asks for what we do not have."""
+    """Refuse a sample request that exceeds the settings or uses an unsupported option."""
     tokens = check_chunks("prompt", request.prompt)
     check_count("the number of tokens of the prompt", tokens, settings.max_tokens_per_datum, "max_tokens_per_datum")
     check_count("num_samples", request.num_samples, settings.max_samples_per_request, "max_samples_per_request")
@@ -97,7 +97,7 @@ def has_images(model_input: ModelInput) -> bool:
 
 
 def with_bytes(settings: Settings, where: str, model_input: ModelInput) -> ModelInput:
-    """The input with its pointers resolved and its images within the limits."""
+    """Resolve image pointers to bytes and check the images against the limits."""
     chunks = []
     num_images = 0
     for index, chunk in enumerate(model_input.chunks):

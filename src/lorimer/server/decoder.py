@@ -1,8 +1,8 @@
-"""A decoder: a process that decompresses and decodes large bodies, so that nobody else waits for that.
+"""The decoder process: decompresses and decodes large bodies, so that no other request waits for them.
 
-Started by ``decoders.py`` as ``python -m lorimer.server.decoder DESCRIPTOR``. It asks for each piece of memory that a
-body takes before it decompresses it. It ends when its socket does, also in the middle of a body, and runs below the
-priority of the processes that serve and compute.
+``decoders.py`` starts it as ``python -m lorimer.server.decoder DESCRIPTOR``. The process asks the server before each
+allocation for a body. It exits as soon as its socket closes, even in the middle of a body, and runs at a lower priority
+than the server and the engines.
 """
 
 import contextlib
@@ -23,35 +23,35 @@ from lorimer.server.settings import Settings
 from lorimer.types.compression import decompress
 
 NICENESS = 10
-"""Processes that serve and compute run first; beside an engine on all cores a decoder still gets a tenth of one."""
+"""Lower than the server and the engines; beside an engine on all cores a decoder still gets a tenth of a core."""
 _LENGTH_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message: the settings that are numbers, and the memory the process may have."""
+    """The first message: the numeric settings, and the memory limit of the process."""
 
     settings: dict[str, int | float]
     memory_bytes: int
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A body, whose bytes as they were sent are in the file that comes with this."""
+    """Decode a body, whose bytes as sent are in the file attached to this message."""
 
     task: AnyTask
     size: int
     encoding: str
     max_bytes: int
-    """After decompression."""
+    """The limit after decompression."""
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """So many more bytes are about to be decompressed; answered by one byte, 1 or 0."""
+    """Ask to decompress ``num_bytes`` more. The server replies with one byte, 1 or 0."""
 
     num_bytes: int
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """What became of a body. The file that comes with this holds the head, then the payload."""
+    """The result of a body. The attached file holds the head followed by the payload."""
 
     head_bytes: int = 0
     payload_bytes: int = 0
@@ -64,7 +64,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class NoRoom(Exception):
-    """The server has no memory for more of this body now."""
+    """The server has refused more memory for this body."""
 
 
 def send(channel: socket.socket, message: Message, descriptor: int | None = None) -> None:
@@ -78,7 +78,7 @@ def send(channel: socket.socket, message: Message, descriptor: int | None = None
 
 
 def receive(channel: socket.socket) -> tuple[bytes, int | None]:
-    """The next message and the descriptor that came with it; ``EOFError`` when the other end is gone."""
+    """Receive the next message and its attached descriptor. Raise ``EOFError`` when the other end has closed."""
     data, descriptors, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, 1)
     header = data + _receive_exactly(channel, _LENGTH_BYTES - len(data))
     return _receive_exactly(channel, int.from_bytes(header, "little")), descriptors[0] if descriptors else None
@@ -95,7 +95,7 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def memory_file() -> int:
-    """A file without a name; in memory where the system has that."""
+    """Create an anonymous file, in memory where the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("lorimer-body", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -123,7 +123,7 @@ def serve(channel: socket.socket) -> None:
             head, payload = decode(channel, job, descriptor, settings)
         except MemoryError:
             send(channel, Answer(is_out_of_memory=True))
-            return  # what is left of the body would be in the way of the next
+            return  # exit: the fragments left of this body would take memory from the next
         except NoRoom:
             send(channel, Answer())
         except LorimerError as error:
@@ -156,12 +156,12 @@ def respond(channel: socket.socket, head: Head, payload: bytes) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # a system that has another limit already
+    with contextlib.suppress(ValueError, OSError):  # the system already sets another limit
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
-def end_with(channel: socket.socket) -> None:
-    """End the process when the other end of the socket is gone, whatever it is doing."""
+def exit_with(channel: socket.socket) -> None:
+    """Exit the process when the other end of the socket closes, even in the middle of a body."""
     poll = select.poll()
     poll.register(channel, select.POLLHUP | select.POLLERR)
     poll.poll()
@@ -170,10 +170,10 @@ def end_with(channel: socket.socket) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever started this one ends it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent process ends the decoder
     os.nice(NICENESS)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=end_with, args=[channel], daemon=True).start()
+    threading.Thread(target=exit_with, args=[channel], daemon=True).start()
     serve(channel)
 
 

@@ -1,8 +1,8 @@
-"""The decoders of a server: processes to which large bodies are handed, and the memory that those may take.
+"""A pool of decoder processes for large bodies, and the accounting of the memory that decoding takes.
 
-Bodies of users are taken in turn, and one user leaves a decoder to the others. A decoder that dies, takes too long or
-needs too much memory fails the request that it was at, and is replaced. Bytes go to and from it in files in memory, so
-that the event loop neither copies nor waits.
+Users take turns, and one user always leaves a decoder to the others. A decoder that crashes, times out or runs out of
+memory fails only its current request and is replaced. Bytes travel in memory files, so the event loop neither copies
+them nor blocks.
 """
 
 import asyncio
@@ -32,31 +32,34 @@ _replies = msgspec.msgpack.Decoder(Ask | Answer)
 
 @dataclass(eq=False)
 class BodyMemory:
-    """What one body has taken."""
+    """Memory charged to one body."""
 
     user_id: str
     num_bytes: int = 0
 
 
 class DecodingMemory:
-    """Bytes of bodies that are being decompressed and decoded, of each user and in all. Safe from any thread.
+    """Accounts for the bytes of bodies being decompressed and decoded, per user and in total. Thread-safe.
 
-    The oldest body of a user, and of all, has room in any case: it has a limit of its own, and bodies that grow side by
-    side would refuse one another otherwise.
+    The oldest body of a user, and of all users, is always granted memory: its own limit bounds it, and otherwise bodies
+    that grow concurrently could refuse each other.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._most, self._most_of_user = settings.max_decoding_bytes, settings.max_decoding_bytes_per_user
         self._lock = threading.Lock()
         self._bodies: dict[BodyMemory, None] = {}
-        """In the order they came."""
+        """Ordered by arrival."""
 
     @property
     def total(self) -> int:
         return sum(body.num_bytes for body in self._bodies)
 
     def grow(self, body: BodyMemory, num_bytes: int) -> None:
-        """Take more for a body; 429 if those of the user, or all, would have taken too much."""
+        """Charge ``num_bytes`` more to a body.
+
+        Respond 429 if the user's bodies, or all bodies, would exceed their limit.
+        """
         with self._lock:
             self._bodies.setdefault(body)
             own = [one for one in self._bodies if one.user_id == body.user_id]
@@ -66,7 +69,7 @@ class DecodingMemory:
             ):
                 if body is not bodies[0] and num_bytes + sum(one.num_bytes for one in bodies) > most:
                     detail = f"more than {most} bytes of bodies of {whose} are being decoded ({setting}); send it again"
-                    if not body.num_bytes:  # it never began
+                    if not body.num_bytes:  # this was its first request for memory
                         del self._bodies[body]
                     raise Refusal(429, "too_many_bytes", detail)
             body.num_bytes += num_bytes
@@ -77,11 +80,11 @@ class DecodingMemory:
 
 
 class DecoderDied(Exception):
-    """The process ended, or was ended, over a body."""
+    """The decoder process crashed or was killed while decoding a body."""
 
 
 class DecoderProcess:
-    """One decoder; used by one thread at a time."""
+    """A decoder process. Only one thread may use it at a time."""
 
     def __init__(self, settings: Settings) -> None:
         ours, theirs = socket.socketpair()
@@ -90,7 +93,7 @@ class DecoderProcess:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._socket = ours
         self.is_fit = True
-        """Whether it can be used again."""
+        """Whether the process can decode another body."""
         numbers = {
             name: value
             for name in TYPES
@@ -109,7 +112,7 @@ class DecoderProcess:
     def decode(
         self, job: Job, chunks: Sequence[bytes], memory: DecodingMemory, body: BodyMemory, seconds: float
     ) -> tuple[bytes, bytes]:
-        """Have a body decoded; its head and payload. Errors of the caller are raised as they are."""
+        """Send a body to the process and return its head and payload. Raise the error if the body is invalid."""
         deadline = time.monotonic() + seconds
         descriptor = memory_file()
         try:
@@ -182,7 +185,7 @@ class _Waiting:
 
 
 class Decoders:
-    """The pool. Processes start when there is something to decode."""
+    """The pool of decoder processes. Each process starts on first use."""
 
     def __init__(self, settings: Settings) -> None:
         self.memory = DecodingMemory(settings)
@@ -200,10 +203,11 @@ class Decoders:
         return [decoder.pid for decoder in [*self._idle, *self._busy] if decoder.is_alive]
 
     async def decode(self, user_id: str, job: Job, chunks: Sequence[bytes]) -> tuple[bytes, bytes]:
-        """Have a body decoded, when it is the user's turn; its head and payload."""
+        """Wait for the user's turn, decode a body and return its head and payload."""
         body = BodyMemory(user_id)
         self.memory.grow(body, job.size)
-        # Not with the caller: the decoder is at it although a client hangs up.
+        # Run in a task of its own: the decoder keeps working after the client disconnects, and its memory stays
+        # charged.
         work = asyncio.ensure_future(self._decode(body, job, chunks))
         work.add_done_callback(lambda _: self.memory.release(body))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -228,7 +232,7 @@ class Decoders:
         except DecoderDied as error:
             if self._is_closed:
                 raise _shutting_down() from None
-            logger.warning("a decoder ended over a body of %d bytes: %s", job.size, error)
+            logger.warning("a decoder died while decoding a body of %d bytes: %s", job.size, error)
             detail = f"the body could not be decoded within {seconds:g} s (decoder_seconds) or ended its decoder"
             raise Refusal(503, "decoder_failed", detail) from None
         finally:
@@ -245,7 +249,7 @@ class Decoders:
         if not self._has_room(user_id):
             waiting = _Waiting(asyncio.get_running_loop().create_future(), user_id)
             self._waiting.append(waiting)
-            await waiting.turn  # whoever gives it counts it
+            await waiting.turn  # ``_end_turn`` has already counted it as running
             return
         self._begin(user_id)
 
@@ -262,7 +266,7 @@ class Decoders:
         self._running_of[user_id] -= 1
         if not self._running_of[user_id]:
             del self._running_of[user_id]
-        # The user with the fewest bodies under way comes first, among equals whoever waits longest.
+        # Wake the waiter whose user has the fewest bodies running; among equals, the one that has waited longest.
         able = [one for one in self._waiting if self._has_room(one.user_id)]
         if able:
             chosen = min(able, key=lambda one: self._running_of.get(one.user_id, 0))
@@ -271,7 +275,7 @@ class Decoders:
             chosen.turn.set_result(None)
 
     def close(self) -> None:
-        """End all decoders, whatever they are doing; the requests that wait for them are refused."""
+        """Kill all decoders and refuse the requests waiting for them."""
         self._is_closed = True
         for decoder in [*self._busy]:
             decoder.kill()

@@ -1,7 +1,7 @@
-"""What is done with the bytes of a body: the same functions for a small one, here, and a large one, in a decoder.
+"""Decode and validate the bytes of a body; used on the event loop for small bodies and in a decoder for large ones.
 
-A task says what is in the body; its result is what a route needs of it: a small head, and for training data and prompts
-the bytes that the journal keeps. Everything that can be checked without the database or a model is checked here.
+A task names the kind of body. Its result is what the route needs: a small head, plus the payload that the journal
+persists for training data and prompts. Everything that needs neither the database nor a model is validated here.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ class DecodeTelemetry(Task, frozen=True):
 
 
 class CheckJson(Task, frozen=True):
-    """Make sure that the body is JSON within limits; whoever asked parses it again."""
+    """Validate that the body is JSON within limits. The caller parses it again."""
 
     depth: int
     values: int
@@ -58,7 +58,7 @@ AnyTask = DecodeTraining | DecodeSample | DecodeTelemetry | CheckJson
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error on its way between processes."""
+    """An error serialized for transport between processes."""
 
     kind: str
     message: str
@@ -82,7 +82,7 @@ _ADDRESSED = {kind.__name__: kind for kind in (InvalidTrainingRequest, TooLargeT
 
 
 class TrainingHead(msgspec.Struct, frozen=True):
-    """A training request without its data, which are the payload."""
+    """A training request without its data, which is the payload."""
 
     model_id: str
     seq_id: int
@@ -91,10 +91,10 @@ class TrainingHead(msgspec.Struct, frozen=True):
     forward_only: bool
     tokens: int
     first_image: str
-    """The chunk that is the first image; empty without any."""
+    """The path of the first image chunk; empty if there is no image."""
     payload_sha256: str
     problem: Problem | None = None
-    """Why it is refused, if the run is the caller's."""
+    """Why the request is refused, reported only after the route has checked that the caller owns the run."""
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -116,10 +116,10 @@ class Targets(msgspec.Struct, frozen=True):
 
 
 class SampleHead(msgspec.Struct, frozen=True):
-    """A sample request whose prompt is bytes, so that reading it takes no time; its JSON is the payload."""
+    """A sample request with its prompt as raw bytes, so that reading it is free. Its JSON is the payload."""
 
     fields: bytes
-    """All but the prompt and the targets, as JSON."""
+    """All fields except the prompt and the targets, as JSON."""
     chunks: list[Text | Image]
     targets: Targets | None
     first_image: str
@@ -139,7 +139,7 @@ Head = TrainingHead | SampleHead | TelemetryHead | NoHead
 
 
 def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes]:
-    """The head and the payload; errors of the caller are raised."""
+    """Decode ``body`` as ``task`` says and return its head and payload. Raise on invalid input."""
     match task:
         case DecodeTraining(media=media, forward_only=forward_only):
             return decode_training(body, media, forward_only, settings)
@@ -154,13 +154,13 @@ def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes
 
 
 def parse_json(body: bytes, limits: JsonLimits) -> Any:
-    """Parse strictly: no NaN, no infinity, no key twice, no more values and nesting than the limits allow."""
+    """Parse JSON strictly: refuse NaN, infinity, duplicate keys, and more values or nesting than ``limits`` allow."""
     try:
         counts = check_json(body, limits)
         value = orjson.loads(body)
         refuse_doubled_keys(body, value, counts)
     except orjson.JSONDecodeError as error:
-        if "Not enough memory" in str(error):  # the fault of a limit, and not of the body
+        if "Not enough memory" in str(error):  # the memory limit was hit; the body itself may be valid
             raise MemoryError from None
         raise invalid_json(str(error)) from None
     except TooLarge:
@@ -175,7 +175,7 @@ def invalid_json(reason: str) -> InvalidJson:
 
 
 def validate(value: object, model: type[Model]) -> Model:
-    """Check a parsed body against a pydantic model, or against any type pydantic knows."""
+    """Validate a parsed body against a pydantic model, or any type that pydantic supports."""
     try:
         if isinstance(model, type) and issubclass(model, BaseModel):
             return model.model_validate(value)
@@ -185,7 +185,7 @@ def validate(value: object, model: type[Model]) -> Model:
 
 
 def describe(error: ValidationError) -> str:
-    """One sentence with the path of each wrong field, the first few."""
+    """Describe the first few invalid fields, each with its path, in one sentence."""
     found = error.errors(include_url=False, include_context=False, include_input=True)
     parts = [f"{field_path(item['loc'])}: {item['msg']}{_got(item)}" for item in found[:MAX_ERRORS]]
     more = f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
@@ -193,7 +193,7 @@ def describe(error: ValidationError) -> str:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """``("data", 3, "weights")`` is ``data[3].weights``."""
+    """Format a location: ``("data", 3, "weights")`` becomes ``data[3].weights``."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return path.removeprefix(".") or "body"
 
@@ -233,7 +233,7 @@ def decode_training(body: bytes, media: str, forward_only: bool, settings: Setti
 
 
 def _with_images(request: types.TrainingRequest, settings: Settings) -> tuple[types.TrainingRequest, str]:
-    """The request with every image as bytes, and the name of the first."""
+    """Resolve every image of the request to bytes. Return the request and the path of its first image."""
     if not any(has_images(datum.model_input) for datum in request.data):
         return request, ""
     data = [
@@ -293,7 +293,7 @@ def _targets(tensor: TensorData) -> Targets:
 
 
 def sample_request(head: SampleHead) -> types.SampleRequest:
-    """The request that the head was made of; its arrays lie in the head's bytes."""
+    """Rebuild the request from its head. Its arrays are views of the head's bytes."""
     chunks: list[types.ModelInputChunk] = []
     for chunk in head.chunks:
         if isinstance(chunk, Text):

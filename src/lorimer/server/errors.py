@@ -1,7 +1,7 @@
-"""The one shape of every error answer, and the one table from Lorimer's errors to status codes.
+"""The format of every error response, and the table from Lorimer's exceptions to status codes.
 
 ``{"detail": "<sentence>", "code": "<snake_case>", "request_id": "<id>"}``. A body is never empty: the SDK takes an
-empty 400 for a broken proxy and sends the request again.
+empty 400 for a proxy failure and retries the request.
 """
 
 import logging
@@ -43,16 +43,17 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.LorimerError: (500, "internal_error"),
 }
 FAILED_LOOKUPS = (errors.NotFound, errors.UnknownFuture, errors.Unauthorized, errors.Forbidden)
-"""What somebody meets who guesses ids, tokens and signatures."""
+"""Errors met by callers who guess ids, tokens and signatures; these are rate-limited."""
 RETRY_AFTER = {429: "1", 503: "5"}
 FULL_QUOTA = {"retry-after": "60", "x-should-retry": "false"}
-"""Of an answer that stays the same until the user has deleted something: an SDK raises it."""
+"""Headers of a quota error: it persists until the user deletes something, so the SDK must raise it instead of retrying.
+"""
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
 HTTP_DETAILS = {404: "there is nothing at this path", 405: "this path does not answer to this method"}
 
 
 class Refusal(errors.LorimerError):
-    """An answer with a status and code of its own, where the table does not say enough."""
+    """An error response with its own status and code, where ``STATUS`` is not specific enough."""
 
     def __init__(self, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -64,7 +65,7 @@ class Refusal(errors.LorimerError):
 def error_response(
     scope: Scope, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The shape; ``Retry-After`` is added where a client should come back."""
+    """Build an error response. Add ``Retry-After`` where the client should retry."""
     state = scope.get("state", {})
     shape = {"detail": printable(detail), "code": code, "request_id": state.get("request_id", "")}
     foreign = foreign_fields(scope["path"], status, code, shape["detail"], state.get("param"))
@@ -74,7 +75,7 @@ def error_response(
 
 
 def status_of(error: errors.LorimerError) -> tuple[int, str]:
-    """The row of the table that is nearest to the error's class."""
+    """Return the status and code of the nearest class of ``error`` in ``STATUS``."""
     if isinstance(error, Refusal):
         return error.status, error.code
     if isinstance(error, errors.StorageError) and errors.is_disk_full(error):
@@ -83,12 +84,12 @@ def status_of(error: errors.LorimerError) -> tuple[int, str]:
 
 
 def printable(text: str) -> str:
-    """Text that came from a request may be quoted in an answer; control characters and lone surrogates are escaped."""
+    """Escape control characters and lone surrogates, because a message may quote text from the request."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Any error of our tree, raised by a route."""
+    """Answer a ``LorimerError`` raised by a route."""
     assert isinstance(error, errors.LorimerError)
     status, code = status_of(error)
     if status >= 500 and not isinstance(error, Refusal):
@@ -96,17 +97,17 @@ async def answer_error(request: Request, error: Exception) -> Response:
     request.scope["state"]["param"] = getattr(error, "param", None)
     quota = FULL_QUOTA if isinstance(error, errors.QuotaExceeded) else None
     headers = error.headers if isinstance(error, Refusal) else quota
-    return error_response(request.scope, status, code, without_place(request, str(error)) or code, headers)
+    return error_response(request.scope, status, code, hide_data_directory(request, str(error)) or code, headers)
 
 
-def without_place(request: Request, text: str) -> str:
-    """Where the operator keeps the data is no business of users."""
+def hide_data_directory(request: Request, text: str) -> str:
+    """Replace the path of the data directory, which users must not see."""
     app = request.scope.get("app")
     return text if app is None else text.replace(str(app.state.context.directory.path), "the data directory")
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """What Starlette raises by itself: unknown paths and methods."""
+    """Answer the errors that Starlette raises: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     detail = HTTP_DETAILS.get(status) or error.detail or "the request was refused"

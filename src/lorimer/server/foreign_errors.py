@@ -1,6 +1,6 @@
-"""Error answers in the shapes that clients of other people's APIs expect, on the paths of those APIs.
+"""Adds the error fields that OpenAI and Anthropic clients expect, on the paths of those APIs.
 
-Ours stays beside them: ``detail`` and ``request_id`` are in every error answer of this server.
+The server's own fields stay: every error response has ``detail`` and ``request_id``.
 """
 
 from typing import Any
@@ -20,19 +20,19 @@ _ANTHROPIC_TYPES = {
 
 
 def openai_error(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """``{"message", "type", "param", "code"}``."""
+    """Return ``{"message", "type", "param", "code"}``."""
     kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"message": message, "type": kind, "param": param, "code": _OPENAI_CODES.get(code, code)}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """``{"type", "message"}``."""
+    """Return ``{"type", "message"}``."""
     default = "api_error" if status >= 500 else "invalid_request_error"
     return {"type": _ANTHROPIC_TYPES.get(status, default), "message": message}
 
 
 def foreign_fields(path: str, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
-    """What an error answer on this path has besides ours."""
+    """Return the extra fields of an error response on ``path``."""
     if path.startswith(OPENAI):
         return {"error": openai_error(status, code, message, param)}
     if path.startswith(ANTHROPIC):

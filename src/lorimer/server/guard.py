@@ -1,8 +1,8 @@
-"""The outermost layer: every request gets an id, a log line, a count and safe headers, and some are turned away.
+"""The outermost middleware: assign a request id, log and count each request, add security headers, refuse bad requests.
 
-Turned away are foreign hosts and origins, ambiguous framing, too many concurrent requests, in all or from one address,
-and new work while the server ends. An error that nobody expected is answered with 500 in our shape; what it was stays
-in the log.
+Refuses unknown hosts and foreign origins, ambiguous framing, too many concurrent requests (in total or from one
+address), and new work while the server shuts down. Answers an unexpected exception with 500 in the server's error
+format; the traceback goes only to the log.
 """
 
 import logging
@@ -36,23 +36,25 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""On every answer, unless the route has set them itself."""
+"""Security headers set on every response unless the route has set them itself."""
 QUIET = {
     f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
 } | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics", "/api/v1/sessions/search"}
-"""Routes logged at debug level when nothing is wrong: clients repeat them all the time."""
+"""Routes logged at debug level when they succeed, because clients poll them."""
 QUIET_READS = {
     f"/api/v1/{name}"
     for name in "whoami keys checkpoints training_runs training_runs/{run_id} training_runs/{run_id}/checkpoints "
     "sessions/{session_id} billing/usage/events billing/usage/checkpoints/current".split()
 } | {"/v1/models"}
-"""The same of a GET: open pages of the console poll them."""
+"""Routes logged at debug level when a GET succeeds, because open console pages poll them."""
 QUIET_STATUSES = (200, 304, 408, 499)
 CLIENT_GONE = 499
 CLOSE = {"connection": "close"}
 
 
 class Guard:
+    """ASGI middleware that refuses bad requests before routing, and logs, counts and secures every response."""
+
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._hosts = HostRule(settings)
@@ -89,10 +91,10 @@ class Guard:
                 answer = self._refusal(scope, context, has_room) or self._app
                 await answer(scope, receive, send_guarded)
         except ClientDisconnect:
-            if not status:  # a client that is still there sent chunks that are none
+            if not status:  # the client is still connected: its chunked body was malformed
                 await error_response(scope, 400, "bad_body", "the body broke off", CLOSE)(scope, receive, send_guarded)
                 status = CLIENT_GONE
-        except LorimerError as error:  # from before the routes, whose own errors are answered there
+        except LorimerError as error:  # raised in other middleware; Starlette already handles errors raised by routes
             if status:
                 raise
             refusal = await answer_error(Request(scope), error)
@@ -100,7 +102,7 @@ class Guard:
         except Exception:
             logger.exception("unexpected error", extra={"request_id": request_id, "path": scope["path"][:200]})
             if status:
-                raise  # the answer was begun: the server cuts the connection
+                raise  # the response has started: the HTTP server closes the connection
             await internal_error(scope)(scope, receive, send_guarded)
         finally:
             self._num_held -= 1
@@ -153,13 +155,13 @@ class Guard:
 
 
 def add_headers(scope: Scope, message: Message) -> None:
-    """Headers that every answer has."""
+    """Add the request id and the security headers to a response."""
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = scope["state"]["request_id"]
     for name, value in HEADERS.items():
         headers.setdefault(name, value)
-    # The HTTP server drops a Content-Length beside Transfer-Encoding. A proxy may have believed it, so what follows on
-    # this connection is not read: to the proxy it could be a part of this body.
+    # The HTTP server ignores Content-Length beside Transfer-Encoding, but a proxy in front may have honoured it. Close
+    # the connection, so that bytes the proxy counts as part of this body are not read as the next request.
     if "transfer-encoding" in Headers(scope=scope):
         headers["connection"] = "close"
 
@@ -170,5 +172,8 @@ def internal_error(scope: Scope) -> Response:
 
 
 def known_method(method: str) -> str:
-    """A method of HTTP, or ``other``: clients must not make up time series."""
+    """Return ``method`` if it is a standard HTTP method, else ``other``.
+
+    Clients must not be able to create time series.
+    """
     return method if method in {"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"} else "other"

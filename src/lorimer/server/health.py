@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, how is it doing: ``/api/v1/healthz``, ``/readyz`` and ``/metrics``."""
+"""Liveness, readiness and metrics: ``/api/v1/healthz``, ``/readyz`` and ``/metrics``."""
 
 import asyncio
 
@@ -13,16 +13,16 @@ from lorimer.server.context import Context, context_of
 from lorimer.store import users
 
 DATABASE_SECONDS = 2.0
-"""A database that is away is waited for by requests, not by whoever asks whether it is there."""
+"""How long a readiness probe waits for the database. Ordinary requests wait longer."""
 
 
 async def healthz(request: Request) -> Response:
-    """The process answers."""
+    """Report that the process is alive."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
 async def readyz(request: Request) -> Response:
-    """200 when work sent now is taken up, else 503 with the reasons."""
+    """Respond 200 if new work can start now, else 503 with the reasons."""
     reasons = await reasons_not_ready(context_of(request))
     body = orjson.dumps({"status": "not_ready" if reasons else "ready", "reasons": reasons})
     return Response(body, 503 if reasons else 200, media_type="application/json")
@@ -33,7 +33,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def reasons_not_ready(context: Context) -> list[str]:
-    """Empty when ready. An engine that starts on first use is no reason; one that is starting or failed is."""
+    """Return why the server is not ready, or an empty list. An engine that starts on first use is not a reason."""
     reasons = ["the server is shutting down"] if context.is_draining else []
     try:
         async with asyncio.timeout(DATABASE_SECONDS):

@@ -1,7 +1,7 @@
-"""Which ``Host`` and ``Origin`` a request may have: a web page must not reach the server through a browser.
+"""Validates ``Host`` and ``Origin``, so that a web page cannot reach the server through a browser.
 
-A page of another site can make a name of its own resolve to 127.0.0.1 (DNS rebinding); its requests then carry that
-name as ``Host``. It can also post to us directly; those carry its ``Origin``.
+A page of another site can make its own name resolve to 127.0.0.1 (DNS rebinding); its requests then carry that name as
+``Host``. A page can also post to this server directly; those requests carry its ``Origin``.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ _BRACKETED = re.compile(r"\[([^\[\]]+)\](?::[0-9]{0,5})?")
 
 
 class HostRule:
-    """The names this server answers to."""
+    """The host names that this server answers to."""
 
     def __init__(self, settings: Settings) -> None:
         allowed = {host.lower() for host in settings.allowed_hosts}
@@ -30,13 +30,13 @@ class HostRule:
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def allows(self, host: str) -> bool:
-        """Whether a ``Host`` header is one of ours, whatever its port."""
+        """Return whether a ``Host`` header is allowed, on any port."""
         name = host_name(host)
         if name is None:
             return False
         if self._any or name in self._names or name.endswith(self._suffixes or ("\0",)):
             return True
-        return self._addresses and is_address(name)  # a browser resolves no name to get there
+        return self._addresses and is_address(name)  # an address needs no DNS, so it cannot be rebound
 
 
 def host_name(host: str) -> str | None:
@@ -60,7 +60,7 @@ def is_address(name: str) -> bool:
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Whether ``Origin`` names the server that ``Host`` names; the scheme may differ, as behind a proxy with TLS."""
+    """Return whether ``Origin`` names the same server as ``Host``. The scheme may differ, as behind a TLS proxy."""
     try:
         return urlsplit(origin).netloc.lower() == host.lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""``lorimer key`` without HTTP: asks the server that runs on the data directory, else opens its database."""
+"""``lorimer key`` without HTTP: asks the server running on the data directory, or opens the database itself."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from lorimer.server.signing import Signer
 
 
 def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
-    """Carry out a command wherever it can be; ``InUse`` if a server holds the directory without answering."""
+    """Run a key command. Raise ``InUse`` if a server holds the directory but does not listen on its control socket."""
     directory = settings.data.expanduser().absolute()
     return ask_server(directory, command) or asyncio.run(_run_alone(settings, command))
 

@@ -1,6 +1,6 @@
-"""Which sessions of a user are alive: last_seen of lately, and not finished.
+"""Tracks each user's live sessions: those with a recent heartbeat that are not finished.
 
-Kept in memory, where heartbeats arrive; after a restart they fill it again within seconds.
+Kept in memory. After a restart the clients' heartbeats fill it again within seconds.
 """
 
 import time
@@ -8,18 +8,21 @@ import time
 from lorimer.errors import TooLarge
 
 ALIVE_SECONDS = 600.0
-"""A client beats every ten seconds, and may be cut off for minutes."""
+"""A session expires after this time without a heartbeat.
+
+Clients send one every ten seconds and may lose the network for minutes.
+"""
 
 
 class LiveSessions:
-    """The sessions that are alive, by user; ``most`` of each."""
+    """The live sessions of each user, at most ``most`` per user."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._last_seen: dict[str, dict[str, float]] = {}
 
     def check_room(self, user_id: str) -> None:
-        """Refuse one more session of a user who has as many as are accepted."""
+        """Raise ``TooLarge`` if the user cannot open another session."""
         last_seen = self._last_seen.get(user_id, {})
         if len(last_seen) >= self._most:
             self._evict_expired(last_seen)
@@ -30,7 +33,7 @@ class LiveSessions:
             )
 
     def touch(self, user_id: str, session_id: str) -> None:
-        """The session lives; those last_seen of longest ago come first."""
+        """Record a heartbeat and move the session to the end: the least recently seen session comes first."""
         last_seen = self._last_seen.setdefault(user_id, {})
         last_seen.pop(session_id, None)
         last_seen[session_id] = time.monotonic()
@@ -39,7 +42,7 @@ class LiveSessions:
         self._last_seen.get(user_id, {}).pop(session_id, None)
 
     def evict_expired(self) -> None:
-        """Called now and then, so that sessions whose clients went away take no memory."""
+        """Evict expired sessions of all users, to free their memory. Called periodically."""
         for user_id, last_seen in list(self._last_seen.items()):
             self._evict_expired(last_seen)
             if not last_seen:

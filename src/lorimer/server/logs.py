@@ -1,7 +1,7 @@
-"""The log of the server: one line a record, JSON for machines or plain for people, without secrets.
+"""Configures the server's log: one line per record, JSON or plain text, with secrets masked.
 
-Fields given as ``extra`` become keys. Whatever looks like a key or a token is masked in the finished line, so that no
-message and no traceback can carry one.
+Fields given as ``extra`` become keys. Anything that looks like a key or a token is masked in the formatted line, so
+that no message or traceback can leak one.
 """
 
 import logging
@@ -19,7 +19,7 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel, stream: TextIO | None = None) -> logging.Handler:
-    """Send the records of ``lorimer`` to ``stream`` (stderr); returns the handler, for ``remove_logs``."""
+    """Send the log records of ``lorimer`` to ``stream`` (default stderr). Return the handler, for ``remove_logs``."""
     stream = stream or sys.stderr
     is_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
@@ -46,7 +46,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
 
 
 class JsonLines(logging.Formatter):
-    """``{"time", "level", "logger", "message", ...fields}``."""
+    """Formats a record as ``{"time", "level", "logger", "message", ...fields}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -62,7 +62,10 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """``12:30:01 info message key=value``; control characters are escaped, so that no text forges a line."""
+    """Formats a record as ``12:30:01 info message key=value``.
+
+    Escapes control characters, so that no text forges a line.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")

@@ -1,4 +1,4 @@
-"""What Prometheus reads at ``/metrics``: requests as they are answered, engines and queues as they stand."""
+"""Prometheus metrics at ``/metrics``: counts and latencies of requests, and the current state of engines and queues."""
 
 from collections import Counter as Totals
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from lorimer.store.users import User
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ENGINE_STATES = ("idle", "starting", "ready", "failed")
 MAX_USERS = 100
-"""Users with a time series of their own, those with the most requests; the rest are counted together."""
+"""How many users, those with the most requests, get their own time series; the rest are counted together."""
 OTHERS = "(others)"
 
 
 class Metrics:
-    """The numbers of one server; several in one process do not share any."""
+    """The metrics of one server. Several servers in one process have separate registries."""
 
     def __init__(self, stats: Callable[[], SchedulerStats]) -> None:
         self._registry = CollectorRegistry()
@@ -37,8 +37,8 @@ class Metrics:
         self.held = Gauge("lorimer_http_requests_in_flight", "Requests not answered yet.", registry=self._registry)
         self._registry.register(_Scheduler(stats, self._names))
 
-    def know(self, user: User) -> None:
-        """Show a user's name instead of the id, from now on."""
+    def set_user_name(self, user: User) -> None:
+        """Label a user's time series with their name instead of their id."""
         self._names[user.user_id] = user.name
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -46,12 +46,12 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
 
     def render(self) -> bytes:
-        """The text format."""
+        """Render the Prometheus text format."""
         return generate_latest(self._registry)
 
 
 class _Scheduler(Collector):
-    """Reads the scheduler when it is asked: what is queued, the states of engines, each number of ``ServedModel``."""
+    """Reads the scheduler on each scrape: queued requests, engine states, and each number of ``ServedModel``."""
 
     def __init__(self, stats: Callable[[], SchedulerStats], names: Mapping[str, str]) -> None:
         self._stats, self._names = stats, names

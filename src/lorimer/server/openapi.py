@@ -1,7 +1,7 @@
-"""The description of the API, made from the routes themselves.
+"""Generates the OpenAPI document from the routes.
 
-An `Endpoint` is a Starlette route that also says which body it reads and which it answers; `describe` turns a list of
-them into an OpenAPI document. Routes that take no such class, such as other people's, are left out.
+An `Endpoint` is a Starlette route that also declares its request body and response; `describe` turns a list of
+endpoints into an OpenAPI document. Other routes are omitted.
 """
 
 import re
@@ -27,7 +27,7 @@ ERROR_SCHEMA = {
 
 
 class Endpoint(Route):
-    """One method of one path."""
+    """One HTTP method of one path."""
 
     def __init__(
         self,
@@ -42,7 +42,10 @@ class Endpoint(Route):
         media: tuple[str, ...] = (JSON,),
         answer_media: tuple[str, ...] = (JSON,),
     ) -> None:
-        """`body` and `answer` are models or schemas, `query` the schema of each parameter, `media` what is accepted."""
+        """`body` and `answer` are models or schemas; `query` is the schema of each parameter.
+
+        `media` is what is accepted.
+        """
         super().__init__(path, endpoint, methods=[method])
         self.method = method
         self.body = body
@@ -54,7 +57,7 @@ class Endpoint(Route):
 
 
 def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """The OpenAPI document of the endpoints among `routes`."""
+    """Generate the OpenAPI document of the endpoints among `routes`."""
     endpoints = [route for route in routes if isinstance(route, Endpoint)]
     schemas, components = _schemas(endpoints)
     paths: dict[str, dict[str, Any]] = {}
@@ -74,7 +77,7 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
 
 
 def _schemas(endpoints: list[Endpoint]) -> tuple[dict[tuple[type[BaseModel], str], Any], dict[str, Any]]:
-    """The schema of each model as read (validation) or written (serialization), and what they refer to."""
+    """Return the schema of each model as read (validation) or written (serialization), and their shared definitions."""
     wanted: list[tuple[type[BaseModel], Any]] = []
     for endpoint in endpoints:
         for model, mode in ((endpoint.body, "validation"), (endpoint.answer, "serialization")):

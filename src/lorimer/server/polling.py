@@ -1,4 +1,4 @@
-"""Requests that are held until something happens: released when their client leaves or the server ends."""
+"""Hold a request until its result is ready; stop waiting when the client disconnects or the server shuts down."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,15 +13,16 @@ Result = TypeVar("Result")
 
 
 async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for ``waiting``, which is cancelled when nobody waits for it any more.
+    """Wait for ``waiting`` and return its result. Cancel it when the client disconnects or the server shuts down.
 
-    The body must have been read. Raises ``ClientDisconnect`` when the client has gone, and answers 503 when the
-    server ends first.
+    The body must have been read. Raises ``ClientDisconnect`` when the client has disconnected, and a 503 ``Refusal``
+    when the server shuts down first.
     """
     held = context_of(request).held
     task = asyncio.ensure_future(waiting)
     gone = asyncio.ensure_future(_disconnected(request))
-    gone.add_done_callback(lambda gone: gone.cancelled() or gone.exception())  # which is no news
+    # Retrieve the exception, so that asyncio does not log it.
+    gone.add_done_callback(lambda gone: gone.cancelled() or gone.exception())
     held.add(task)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -32,7 +33,7 @@ async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result
         return task.result()
     finally:
         held.discard(task)
-        gone.cancel()  # it ends while the answer is sent
+        gone.cancel()  # cancelled in the background while the response is sent
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Telemetry without secrets and without end: what a client reports may hold the headers of a failed request."""
+"""Redacts and truncates telemetry events, which may contain the headers of a failed request."""
 
 import re
 from typing import Any
@@ -8,13 +8,13 @@ import orjson
 SECRET_NAMES = re.compile(
     r"(?i)^(proxy-)?authorization$|^(set-)?cookie$|api[-_]?key|client-secret|access[-_]?token|password|^jwt$"
 )
-"""Names of headers and fields whose value is dropped."""
+"""Names of headers and fields whose values are removed."""
 SECRET_TEXT = re.compile(r"tml-[A-Za-z0-9_-]{4,}|eyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
-"""Keys and tokens, wherever they stand."""
+"""API keys and tokens anywhere in a text."""
 SECRET_PAIRS = re.compile(
     r"(?i)((?:x-api-key|authorization|cookie|client-secret|access[-_]token)[\"']?\s*[:=,]\s*[\"']?)([^\"'\r\n,;})\]]+)"
 )
-"""A header inside a text, such as the print of a request in a traceback."""
+"""A header inside a text, such as the repr of a request in a traceback."""
 REDACTED = "[removed]"
 MAX_TEXT = 8192
 MAX_EVENT_BYTES = 64 * 1024
@@ -22,7 +22,7 @@ CORE = ("event", "event_id", "event_session_index", "severity", "timestamp", "ev
 
 
 def clean_events(events: list[Any], most: int) -> list[dict[str, Any]]:
-    """The first `most` events that are objects, redacted; of one that is very large only the main fields."""
+    """Redact the first `most` events that are objects. Reduce very large events to their main fields."""
     return [clean_event(event) for event in events[:most] if isinstance(event, dict)]
 
 
@@ -35,14 +35,14 @@ def clean_event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def redact(value: Any) -> Any:
-    """The value with secrets replaced, at any depth."""
+    """Replace secrets in a value at any depth."""
     if isinstance(value, dict):
         return {
             redact_text(name): REDACTED if SECRET_NAMES.search(name) else redact(item) for name, item in value.items()
         }
     if isinstance(value, list):
         if len(value) == 2 and isinstance(value[0], str) and SECRET_NAMES.search(value[0]):
-            return [value[0], REDACTED]  # a header as a pair
+            return [value[0], REDACTED]  # a header as a (name, value) pair
         return [redact(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value
 

@@ -1,8 +1,8 @@
-"""``lorimer restore``: a data directory and its database as a backup has them.
+"""``lorimer restore``: restores a data directory and its database from a backup.
 
-Every byte is verified while it is copied into ``restoring/`` below the data directory, before anything there changes.
-Then the parts are moved into place and ``restoring/`` goes; a server refuses to start while it is there, so a restore
-that was killed is only repeated. What ``replace`` takes the place of is moved to ``replaced-<time>/`` and stays.
+Verifies every byte while copying it into ``restoring/`` below the data directory, before anything else changes. Then
+moves the parts into place and removes ``restoring/``. A server refuses to start while ``restoring/`` exists, so a
+restore that was killed must be repeated. ``replace`` moves existing files to ``replaced-<time>/`` and keeps them.
 """
 
 import os
@@ -35,7 +35,10 @@ Report = Callable[[str, float | None], None]
 
 
 def restore(settings: Settings, source: Path, report: Report, *, replace: bool) -> tuple[Manifest, Path | None]:
-    """Bring the backup ``source`` into the directory and database of ``settings``; say where the old files are."""
+    """Restore the backup ``source`` into the data directory and database of ``settings``.
+
+    Return its manifest, and where the files that it replaced were moved.
+    """
     source = source.expanduser().absolute()
     manifest = read_manifest(source)
     for name in manifest.files:
@@ -62,7 +65,7 @@ def _restore(
     directory: DataDirectory, url: URL, source: Path, manifest: Manifest, report: Report, replace: bool
 ) -> Path | None:
     staging = directory.path / RESTORING
-    is_repeated = staging.exists()  # what lies there was moved by a restore that did not finish
+    is_repeated = staging.exists()  # an earlier restore was interrupted
     if not (replace or is_repeated):
         _require_empty(directory.path, url)
     shutil.rmtree(staging, ignore_errors=True)
@@ -92,7 +95,7 @@ def _require_empty(data: Path, url: URL) -> None:
 
 
 def _entries(data: Path, url: URL) -> list[Path]:
-    """What a restore takes the place of."""
+    """Return the existing files that a restore would replace."""
     names = (SECRET, *PLACES)
     found = [data / name for name in names if (data / name).exists() and not _is_empty_folder(data / name)]
     if url.drivername == "sqlite":
@@ -151,7 +154,7 @@ def _move_aside(data: Path, url: URL) -> Path | None:
 
 
 def _move_in(data: Path, staging: Path, url: URL) -> None:
-    """The database last: a directory without one is empty to whoever looks."""
+    """Move the staged parts into place, the database last: a directory without a database counts as empty."""
     for place in PLACES:
         shutil.rmtree(data / place, ignore_errors=True)
         if (staging / place).exists():

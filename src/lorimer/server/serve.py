@@ -1,9 +1,8 @@
-"""Runs the application on a port, in this process, until it is told to stop.
+"""Serves the application on a port, in this process, until SIGINT or SIGTERM.
 
-Granian's embedded server serves it: 1,500 held polls cost other requests less than a millisecond, a client that leaves
-is noticed immediately, and half-sent headers are dropped after a time that uvicorn cannot set. It is given a socket
-bound here, because its own would share a port that another server already has. What is shown meanwhile is in
-``banner.py``.
+Uses Granian's embedded server: 1,500 held polls add less than a millisecond to other requests, disconnects are noticed
+immediately, and half-sent headers have a timeout, which uvicorn cannot set. The socket is bound here, because Granian's
+own would share a port that another server is already using. ``banner.py`` prints the startup output.
 """
 
 import asyncio
@@ -34,17 +33,17 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 MAX_HEADER_BYTES = 64 * 1024
 LAST_ANSWERS_SECONDS = 5.0
-"""Time for answers under way once the engines have ended."""
+"""How long responses in flight may take after the engines have stopped."""
 INTERRUPTED = 130
 SPARE_FILES = 1000
 SWITCH_SECONDS = 0.0005
-"""How long another thread may keep the interpreter from the event loop. The default of 5 ms adds up over a request."""
+"""How long another thread may keep the GIL from the event loop. The default of 5 ms adds up over a request."""
 
 Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
 
 
 class EmbeddedServer(Server):
-    """Granian on this event loop and on a socket of ours; the application's lifespan is ours too."""
+    """Granian on this event loop and on a socket bound here; ``serve`` runs the application's lifespan."""
 
     def __init__(self, app: Starlette, listener: socket.socket, settings: Settings) -> None:
         host, port = listener.getsockname()[:2]
@@ -56,7 +55,7 @@ class EmbeddedServer(Server):
             http=HTTPModes.http1,
             websockets=False,
             backlog=BACKLOG,
-            # Beyond what the guard refuses with an answer, connections wait in the backlog.
+            # The guard refuses excess requests with a response; connections beyond this number wait in the backlog.
             backpressure=settings.max_concurrent_requests + SPARE_FILES,
             http1_settings=HTTP1Settings(
                 header_read_timeout=round(settings.header_seconds * 1000), max_buffer_size=MAX_HEADER_BYTES
@@ -66,19 +65,19 @@ class EmbeddedServer(Server):
         self._listener = listener
 
     def _init_shared_socket(self) -> None:
-        # How Granian's own processes hand a socket on; its type stubs leave the constructor out.
+        # Granian's worker processes pass sockets on the same way. Its type stubs omit the constructor.
         make_holder: Any = SocketHolder
         self._shd: Any = make_holder(self._listener.detach(), False, BACKLOG)
         self._ssp = None
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A listening socket; ``PortTaken`` with a sentence when there can be none."""
+    """Return a listening socket. Raise ``PortTaken`` with the reason if that fails."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: one that takes no answer is cut by the system
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections: the kernel drops a stalled peer
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.answer_seconds * 1000))
         listener.bind((settings.host, settings.port))
         listener.listen(BACKLOG)
@@ -98,28 +97,28 @@ def url_of(listener: socket.socket) -> str:
 
 
 def run(settings: Settings, announce: Announce) -> None:
-    """`serve` on uvloop where there is one: an operation wakes the loop some twenty times, which it does for half."""
+    """Run `serve`, on uvloop if installed: it halves the cost of the twenty or so wakeups of an operation."""
     sys.setswitchinterval(SWITCH_SECONDS)
     make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with suppress(ImportError):  # it is not made for every system
+    with suppress(ImportError):  # uvloop does not support every platform
         from uvloop import new_event_loop as make_loop
     with asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(serve(settings, announce))
 
 
 async def serve(settings: Settings, announce: Announce) -> None:
-    """Serve until SIGINT or SIGTERM, then end in order; a second signal ends the process immediately.
+    """Serve until SIGINT or SIGTERM, then shut down gracefully; a second signal ends the process immediately.
 
-    ``announce`` runs beside the server once it listens, with its address. A ``LorimerError`` that it raises ends the
-    server.
+    ``announce`` runs concurrently with the server once it listens, with its URL. If it raises a ``LorimerError``, the
+    server shuts down and the error is raised.
     """
     raise_file_limit(settings.max_concurrent_requests)
     with bind(settings) as listener:
         app = create_app(settings)
         stop = asyncio.Event()
-        with_signals(stop)
+        install_signal_handlers(stop)
         async with app.router.lifespan_context(app):
-            gc.freeze()  # objects of the start stay for good; the collector need not look through them again
+            gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
             context: Context = app.state.context
             url = context.url = url_of(listener)
             server = EmbeddedServer(app, listener, settings)
@@ -133,19 +132,19 @@ async def serve(settings: Settings, announce: Announce) -> None:
             await end(context, server, serving)
             for outcome in await asyncio.gather(announcing, return_exceptions=True):
                 if isinstance(outcome, Exception) and not refusal_of(announcing):
-                    logger.error("the start could not be shown", exc_info=outcome)
+                    logger.error("cannot print the startup output", exc_info=outcome)
         if refusal := refusal_of(announcing):
             raise refusal
 
 
 def refusal_of(announcing: "asyncio.Task[None]") -> LorimerError | None:
-    """Why what should be served cannot be, if that was found while it was loaded."""
+    """Return the ``LorimerError`` with which ``announce`` failed, such as a model that cannot be loaded, if any."""
     error = None if announcing.cancelled() else announcing.exception()
     return error if isinstance(error, LorimerError) else None
 
 
 async def end(context: Context, server: EmbeddedServer, serving: "asyncio.Task[None]") -> None:
-    """Finish what is being computed, let its results be fetched, release whoever still waits, then close the port."""
+    """Shut down gracefully: finish the running batch, deliver results, release held requests, then close the port."""
     if serving.done():
         await serving
         raise RuntimeError("the HTTP server ended by itself")
@@ -161,7 +160,7 @@ async def end(context: Context, server: EmbeddedServer, serving: "asyncio.Task[N
 
 
 def raise_file_limit(num_requests: int) -> None:
-    """Every held request is an open file; the usual limit of 1,024 is only a first offer of the system."""
+    """Raise the limit of open files, usually 1,024: each held request needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_requests + SPARE_FILES
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -171,10 +170,10 @@ def raise_file_limit(num_requests: int) -> None:
         logger.warning("at most %d files can be open, so about that many requests can wait concurrently", most)
 
 
-def with_signals(stop: asyncio.Event) -> None:
+def install_signal_handlers(stop: asyncio.Event) -> None:
     def ask() -> None:
         if stop.is_set():
-            os._exit(INTERRUPTED)  # the journal has what was accepted, and the engines end when their socket closes
+            os._exit(INTERRUPTED)  # accepted work is in the journal, and the engines exit when their socket closes
         stop.set()
 
     loop = asyncio.get_running_loop()

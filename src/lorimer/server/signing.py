@@ -1,8 +1,8 @@
-"""Signatures of the server: tokens that stand for a key, and download addresses that need none.
+"""Signs tokens that stand for a key, and download URLs that need no key.
 
-Both are made from the secret of the data directory, each under a key of its own, so they outlive a restart and one
-cannot be passed off as the other. A token names the key it was exchanged for: revoking the key ends the token, which
-is for `server/auth.py` to check. What an address leads to is checked by the route that serves it.
+Both use the secret of the data directory, each with its own derived key, so they survive a restart and one cannot be
+used as the other. A token names the key it was exchanged for: revoking the key ends the token, which
+`server/credentials.py` checks. The route that serves a download checks what its path refers to.
 """
 
 import hashlib
@@ -17,24 +17,24 @@ from lorimer.errors import Forbidden, Gone, Unauthorized
 from lorimer.store.users import User
 
 TOKEN_SECONDS = 24 * 3600
-"""Life of a token. The SDK exchanges it five minutes before its end, and without pause if it lives for less."""
+"""Lifetime of a token. The SDK renews it five minutes before expiry, and continuously if it lives for less."""
 
 USER_URN = "tml:user:"
 ISSUER = "passport-lorimer"
-"""The SDK takes tokens whose issuer begins with `passport-` as proof of who the caller is."""
+"""The SDK accepts tokens whose issuer starts with `passport-` as proof of identity."""
 ORGANIZATION = "lorimer"
 
 DOWNLOADS = "/api/v1/downloads/"
-"""Every address below it is public and signed."""
+"""Every path below this prefix is public and signed."""
 
 
 @dataclass(frozen=True)
 class Claims:
-    """Whom a token speaks for."""
+    """The user and key that a token stands for."""
 
     user_id: str
     key_id: int | None
-    """The key it was exchanged for; `None` where the server has no keys."""
+    """The key the token was exchanged for; `None` in open mode."""
 
 
 def user_urn(user_id: str) -> str:
@@ -42,14 +42,14 @@ def user_urn(user_id: str) -> str:
 
 
 class Signer:
-    """Makes and checks signatures; `secret` are the bytes of the data directory's secret."""
+    """Creates and verifies signatures; `secret` is the secret of the data directory."""
 
     def __init__(self, secret: bytes) -> None:
         self._token_key = _derive(secret, b"tokens")
         self._download_key = _derive(secret, b"downloads")
 
     def issue_token(self, user: User, key_id: int | None, now: datetime) -> str:
-        """A JWT to send in place of the key."""
+        """Issue a JWT that the client sends instead of the key."""
         claims = {
             "iss": ISSUER,
             "sub": user_urn(user.user_id),
@@ -62,14 +62,14 @@ class Signer:
         return jwt.encode(claims, self._token_key, algorithm="HS256")
 
     def read_token(self, token: str, now: datetime) -> Claims:
-        """Whom a token of ours speaks for; `Unauthorized` if it is not ours or has expired."""
+        """Verify a token and return its claims. Raise `Unauthorized` if it was not issued here or has expired."""
         try:
             claims = jwt.decode(
                 token,
                 self._token_key,
                 algorithms=["HS256"],
                 issuer=ISSUER,
-                # The clock is the server's, which tests may set.
+                # The expiry is checked below against `now`, which tests can set.
                 options={"require": ["exp", "sub"], "verify_exp": False, "verify_iat": False},
             )
         except jwt.InvalidTokenError as error:
@@ -81,14 +81,14 @@ class Signer:
         return Claims(str(claims["sub"]).removeprefix(USER_URN), claims.get("key_id"))
 
     def sign_download(self, path: str, now: datetime, lifetime_seconds: float) -> tuple[str, datetime]:
-        """The address of `path`, a path below `DOWNLOADS`, with its signature, and when it ends to hold."""
+        """Sign `path`, a path below `DOWNLOADS`. Return the URL and its expiry."""
         expires = int(now.timestamp() + lifetime_seconds)
         query = urlencode({"expires": expires, "signature": self._signature(path, str(expires))})
         ends_at = now + timedelta(seconds=expires - now.timestamp())
         return f"{quote(path, safe='/:')}?{query}", ends_at.replace(microsecond=0)
 
     def check_download(self, path: str, expires: str, signature: str, now: datetime) -> None:
-        """Raise unless the signature of `path` is ours and holds still."""
+        """Verify the signature of `path`. Raise `Forbidden` if it is wrong and `Gone` if it has expired."""
         if not hmac.compare_digest(self._signature(path, expires).encode(), signature.encode()):
             raise Forbidden("the address is not signed by this server; ask for a new one")
         if int(expires) <= now.timestamp():

@@ -1,7 +1,7 @@
-"""A session's requests as a trace in the Chrome trace event format, which Perfetto opens.
+"""Exports a session's requests in the Chrome trace event format, which Perfetto opens.
 
-Each run and each sampler is a process of the trace. A request is a slice from its arrival to its end, with two inside:
-the time it waited and the time it was computed. Slices that overlap lie in rows of their own, as threads.
+Each run and each sampler is a process of the trace. A request is a slice from arrival to completion, with two slices
+inside: queued and running. Overlapping slices are placed in separate rows, as threads.
 """
 
 import heapq
@@ -15,9 +15,9 @@ Event = dict[str, Any]
 
 
 def trace(session_id: str, began_at: datetime, rows: Iterable[FutureRow], now: datetime) -> dict[str, Any]:
-    """The trace of a session; what is not finished lasts until `now`. Times are microseconds since `began_at`.
+    """Build the trace of a session. Unfinished requests last until `now`; times are microseconds since `began_at`.
 
-    Should the clock have been set back meanwhile, the first request is the beginning: no time is negative.
+    If the clock was set back meanwhile, the trace starts at the first request, so no time is negative.
     """
     lanes: dict[str, list[FutureRow]] = {}
     for row in rows:
@@ -32,7 +32,7 @@ def trace(session_id: str, began_at: datetime, rows: Iterable[FutureRow], now: d
 
 
 def _lane_events(process: int, rows: list[FutureRow], began_at: datetime, now: datetime) -> Iterable[Event]:
-    """The slices of a lane. A row is free again for the first request that arrives after its last one ended."""
+    """Yield the slices of a lane. A row is reused by the first request that arrives after its last one ended."""
     free: list[int] = []
     busy: list[tuple[datetime, int]] = []
     num_rows = 0
@@ -59,7 +59,7 @@ def _slices(process: int, thread: int, row: FutureRow, ended_at: datetime, began
     if row.error:
         facts["error"] = row.error
     yield slice_of(row.kind, row.received_at, ended_at, **facts)
-    if started_at > row.received_at:  # Perfetto puts what follows a slice without length inside it
+    if started_at > row.received_at:  # Perfetto nests whatever follows a slice of length zero inside it
         yield slice_of("queued", row.received_at, started_at)
     if row.started_at is not None and ended_at > started_at:
         yield slice_of("running", started_at, ended_at)

@@ -1,4 +1,4 @@
-"""What the server does by the clock: each job again some seconds after it has ended, whatever became of it."""
+"""Runs periodic jobs: each job runs again a fixed time after its last run ended, whether it succeeded or failed."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class Periodic:
-    """Runs ``job`` every ``seconds``, until ``stop``; an error is logged and does not end it."""
+    """Runs ``job`` every ``seconds`` until ``stop``. Errors are logged and do not stop it."""
 
     def __init__(self, seconds: float, job: Callable[[], Awaitable[None]], name: str) -> None:
         self._seconds = seconds
@@ -31,7 +31,7 @@ class Periodic:
         self.start()
 
     async def stop(self) -> None:
-        """Let the run under way end; there is no other."""
+        """Wait for the current run to finish and cancel the next."""
         if self._task is not None:
             await asyncio.wait({self._task})
         if self._timer is not None:

@@ -1,4 +1,4 @@
-"""Durable facts: the database, blobs and the data directory, migrations and retention. Runs in the API process."""
+"""Durable storage: the database, blobs, the data directory, migrations and retention. Runs in the API process."""
 
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory

@@ -1,4 +1,4 @@
-"""Who did what, kept for administrators: one entry per event, never changed."""
+"""The audit log: who did what, one immutable entry per event."""
 
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
@@ -47,7 +47,7 @@ def entries(
     day: date | None = None,
     limit: int = 10_000,
 ) -> list[AuditEntry]:
-    """The newest entries first: of all users or one, about all or one kind of resource, of all days or one (in UTC)."""
+    """Return entries, newest first, optionally of one user, one kind of resource, or one day (UTC)."""
     query = select(*(audit.c[name] for name in AuditEntry.__dataclass_fields__))
     if user_id is not None:
         query = query.where(audit.c.user_id == user_id)

@@ -1,8 +1,8 @@
-"""Bytes that belong to a row: up to 256 KiB in the database, larger ones in files below `blobs/`. Callers see bytes.
+"""Stores the bytes of a row: up to 256 KiB in the database, larger blobs in files below `blobs/`.
 
-A file is complete before the transaction that names it commits, and goes after the one that drops its name has
-committed; what a rolled back or killed transaction left is removed immediately or at the next start. The name of a file
-carries its length and CRC-32, so the row tells a torn file from a good one.
+A file is complete before the transaction that names it commits, and is deleted after the transaction that drops its
+name has committed. Files of a transaction that rolled back are deleted immediately, those of a crashed one at the next
+start. The file name contains the length and CRC-32, so a torn file is detected.
 """
 
 import secrets
@@ -25,7 +25,7 @@ _GET = select(blobs.c.data, blobs.c.file).where(blobs.c.owner == bindparam("owne
 
 
 class BlobFiles:
-    """The files of one writer: which the open transaction has made, and which it no longer needs."""
+    """Tracks the files that the writer's open transaction has created and dropped."""
 
     def __init__(self, root: DataDirectory, *, sync: bool = False) -> None:
         self.directory = root.blobs
@@ -45,7 +45,7 @@ class BlobFiles:
         return name
 
     def read(self, name: str, owner: str) -> bytes:
-        """The file's bytes; FileNotFoundError if it has gone, CheckpointError if it is not what was written."""
+        """Read and verify a file. Raise FileNotFoundError if it was deleted and CheckpointError if it is damaged."""
         path = self.directory / name
         try:
             data = path.read_bytes()
@@ -65,11 +65,11 @@ class BlobFiles:
         self._dropped.append(name)
 
     def mark(self) -> tuple[int, int]:
-        """A point of the transaction to which `back_to` returns."""
+        """Return a savepoint for `roll_back`."""
         return len(self._made), len(self._dropped)
 
-    def back_to(self, mark: tuple[int, int] = (0, 0)) -> None:
-        """The transaction was rolled back to ``mark``: what it made since goes, what it dropped stays."""
+    def roll_back(self, mark: tuple[int, int] = (0, 0)) -> None:
+        """Roll back to ``mark``: delete the files created since then and keep the files dropped since then."""
         made, dropped = mark
         self._remove(self._made[made:])
         del self._made[made:], self._dropped[dropped:]
@@ -79,25 +79,28 @@ class BlobFiles:
         self.forget()
 
     def forget(self) -> None:
-        """Whether the transaction was committed is unknown: leave all its files where they are."""
+        """Keep all files of a transaction whose outcome is unknown."""
         self._made.clear()
         self._dropped.clear()
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            with suppress(StorageError):  # a file nobody names any more; the sweep at the next start removes it
+            with suppress(StorageError):  # unreferenced; the sweep at the next start deletes it
                 self._root.remove(self.directory / name)
 
 
 def put(c: Connection, owner: str, part: Part, data: bytes) -> None:
-    """Keep the bytes of a part that has none yet."""
+    """Store the bytes of a part that has none yet."""
     small = len(data) <= INLINE_BYTES
     values = {"owner": owner, "part": part, "data": data if small else None}
     c.execute(_PUT, {**values, "file": None if small else _files(c).write(data)})
 
 
 def get(c: Connection, owner: str, part: Part) -> bytes | None:
-    """The bytes, or None if they were dropped; CheckpointError, which no retry helps, if they are damaged or lost."""
+    """Return the bytes, or None if they were dropped. Raise CheckpointError if they are damaged or lost.
+
+    CheckpointError is permanent: a retry cannot succeed.
+    """
     for is_last in (False, True):
         row = c.execute(_GET, {"owner_id": owner, "of": part}).one_or_none()
         if row is None or row.file is None:
@@ -105,7 +108,7 @@ def get(c: Connection, owner: str, part: Part) -> bytes | None:
         try:
             return _files(c).read(row.file, owner)
         except FileNotFoundError as error:
-            # The writer may have dropped it since the row was read; then the row has gone too.
+            # The writer may have deleted the file since the row was read; then the row is gone too.
             if is_last:
                 raise CheckpointError(
                     f"the stored bytes of {owner!r} are lost: 'blobs/{row.file}' is missing"
@@ -114,7 +117,7 @@ def get(c: Connection, owner: str, part: Part) -> bytes | None:
 
 
 def drop(c: Connection, owners: Iterable[str], *parts: Part) -> int:
-    """Drop these parts of the owners, or all of them if none is named, and return how many there were."""
+    """Delete these parts of the owners, or all parts if none is named. Return how many were deleted."""
     ids = list(owners)
     if not ids:
         return 0

@@ -1,6 +1,6 @@
-"""Checkpoints: the names under which users find saved weights, with who may see them and until when.
+"""Checkpoints: the names under which users find saved weights, with their visibility and expiry.
 
-A checkpoint past its time is not there for any function here but `expired`, which the sweep asks.
+Every function except `expired`, which the sweep uses, ignores expired checkpoints.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def add_checkpoint(
     expires_at: datetime | None = None,
     overwrite: bool = False,
 ) -> Checkpoint:
-    """Give weights a name. A name in use is refused unless ``overwrite``; one that has expired is free."""
+    """Create a checkpoint for weights. Refuse a name in use unless ``overwrite``; an expired name is free."""
     values = {
         "checkpoint_key": new_id(),
         "user_id": user_id,
@@ -98,13 +98,13 @@ def find(c: Connection, model_id: str, kind: CheckpointKind, name: str) -> Check
 
 
 def list_for_run(c: Connection, model_id: str) -> list[Checkpoint]:
-    """The run's checkpoints, newest first."""
+    """Return the run's checkpoints, newest first."""
     query = _joined().where(checkpoints.c.model_id == model_id, _alive()).order_by(*_NEWEST_FIRST)
     return [_record(row) for row in c.execute(query)]
 
 
 def list_for_user(c: Connection, user_id: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-    """A page of the user's checkpoints, newest first, and how many there are in all."""
+    """Return a page of the user's checkpoints, newest first, and their total number."""
     wanted = (checkpoints.c.user_id == user_id) & _alive()
     total = c.execute(select(func.count()).select_from(checkpoints).where(wanted)).scalar_one()
     page = _joined().where(wanted).order_by(*_NEWEST_FIRST).limit(limit).offset(offset)
@@ -112,35 +112,35 @@ def list_for_user(c: Connection, user_id: str, limit: int, offset: int) -> tuple
 
 
 def last_of_run(c: Connection, model_id: str, kind: CheckpointKind) -> Checkpoint | None:
-    """The run's newest checkpoint of this kind."""
+    """Return the run's newest checkpoint of this kind."""
     wanted = (checkpoints.c.model_id == model_id) & (checkpoints.c.kind == kind) & _alive()
     row = c.execute(_joined().where(wanted).order_by(*_NEWEST_FIRST).limit(1)).one_or_none()
     return None if row is None else _record(row)
 
 
 def delete(c: Connection, key: str) -> bool:
-    """Whether it was there. Its weights stay until `weights.unreferenced` finds them."""
+    """Delete a checkpoint. Return whether it existed. Its weights stay until `weights.unreferenced` finds them."""
     return c.execute(delete_rows(checkpoints).where(checkpoints.c.checkpoint_key == key)).rowcount == 1
 
 
 def set_public(c: Connection, key: str, public: bool) -> bool:
-    """Publish or unpublish; False if that would change nothing."""
+    """Publish or unpublish. Return False if nothing changes."""
     return _change(c, key, checkpoints.c.public != public, public=public)
 
 
 def set_ttl(c: Connection, key: str, expires_at: datetime | None) -> bool:
-    """Whether the checkpoint is still there to be given another end; None keeps it for ever."""
+    """Set the expiry; None means never. Return False if the checkpoint no longer exists."""
     return _change(c, key, expires_at=expires_at)
 
 
 def expired(c: Connection, now: datetime) -> list[Checkpoint]:
-    """The checkpoints whose time was over at ``now``."""
+    """Return the checkpoints that have expired at ``now``."""
     query = _joined().where(checkpoints.c.expires_at <= now).order_by(checkpoints.c.expires_at)
     return [_record(row) for row in c.execute(query)]
 
 
 def storage_usage(c: Connection, user_id: str | None = None, project_id: str | None = None) -> list[StorageUsage]:
-    """Checkpoints and their bytes by user and project, of all users or one, in all projects or one."""
+    """Return the number and bytes of checkpoints by user and project, optionally of one user or one project."""
     group = (checkpoints.c.user_id, checkpoints.c.project_id)
     query = (
         select(*group, func.count(), func.sum(weights.c.size_bytes))

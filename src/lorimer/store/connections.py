@@ -1,4 +1,4 @@
-"""Connections to SQLite and PostgreSQL, and what their errors mean: lost, to be tried again, or a failing disk."""
+"""Connects to SQLite and PostgreSQL and classifies their errors: lost connection, retryable, or failing disk."""
 
 import sqlite3
 from pathlib import Path
@@ -12,17 +12,17 @@ from lorimer.errors import DiskFull, InUse, StorageError
 from lorimer.store.directory import free_bytes
 
 Durability = Literal["process", "power"]
-"""What an acknowledged write survives: the death of the process, or also a power cut."""
+"""What a committed write survives: a crash of the process, or also a power failure."""
 
 _BUSY_MILLISECONDS = 10_000
 _SERVER_LOCK = 0x4C6F72696D6572  # "Lorimer"
-# The server is stopping, starting or in recovery, has become read-only, or undid a transaction for another's sake.
+# The server is stopping, starting, in recovery or read-only, or rolled back a transaction because of a conflict.
 _PASSING_STATES = ("57P01", "57P02", "57P03", "57P05", "53300", "25006", "40001", "40P01")
 _PASSING_CLASSES = ("08",)
 
 
 def database_url(url: str | None, directory: Path) -> URL:
-    """The URL to connect to: the file in the data directory, or the named PostgreSQL database."""
+    """Return the URL to connect to: the file in the data directory, or the named PostgreSQL database."""
     if url is None:
         return URL.create("sqlite", database=str(directory / "lorimer.db"))
     try:
@@ -40,7 +40,7 @@ def database_url(url: str | None, directory: Path) -> URL:
 
 
 def writer_engine(url: URL, durability: Durability, options: dict[str, Any]) -> Engine:
-    """The engine of the one connection that writes. Its transactions hold SQLite's write lock from their begin."""
+    """Create the engine of the one writing connection. Its transactions take SQLite's write lock when they begin."""
     engine = _engine(url, options)
     if url.drivername == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite_writer(durability))
@@ -51,7 +51,7 @@ def writer_engine(url: URL, durability: Durability, options: dict[str, Any]) -> 
 
 
 def reader_engine(url: URL, options: dict[str, Any]) -> Engine:
-    """The engine of the connections that only read; each statement sees the newest committed state."""
+    """Create the engine of the read-only connections. Each statement sees the newest committed state."""
     engine = _engine(url, options).execution_options(isolation_level="AUTOCOMMIT")
     if url.drivername == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite_reader)
@@ -59,7 +59,7 @@ def reader_engine(url: URL, options: dict[str, Any]) -> Engine:
 
 
 def take_server_lock(connection: Connection) -> None:
-    """Hold PostgreSQL's lock on being the one server of this database for as long as the connection lives."""
+    """Take PostgreSQL's advisory lock of the one server of this database, for the lifetime of the connection."""
     if connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _SERVER_LOCK}):
         return
     owner = connection.execute(
@@ -75,13 +75,13 @@ def take_server_lock(connection: Connection) -> None:
 
 
 def release_server_lock(connection: Connection) -> None:
-    """Give the lock back before the connection closes, which the server may notice only later."""
+    """Release the lock explicitly, because PostgreSQL may notice a closed connection only later."""
     connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _SERVER_LOCK})
     connection.commit()
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same work may succeed on a new connection."""
+    """Return whether an error is transient: a retry on a new connection may succeed."""
     if not isinstance(error, DBAPIError) or isinstance(error.orig, sqlite3.Error):
         return False
     state = getattr(error.orig, "sqlstate", None)
@@ -91,8 +91,8 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_failing_database(error: BaseException) -> bool:
-    """Whether the database could not do its work; False for a job that asked it for something wrong."""
-    # SQLite reports a wrong statement as an operational error too.
+    """Return whether the database itself failed; False if a job sent an invalid statement."""
+    # SQLite reports an invalid statement as an operational error too.
     is_wrong_statement = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) == sqlite3.SQLITE_ERROR
     return is_passing(error) or (isinstance(error, OperationalError) and not is_wrong_statement)
 
@@ -104,13 +104,13 @@ def is_disk_full(error: BaseException) -> bool:
     )
 
 
-def fits_alone(error: BaseException) -> bool:
-    """Whether jobs of a group that failed so may succeed one by one; not after an I/O error, which is never retried."""
+def may_succeed_alone(error: BaseException) -> bool:
+    """Return whether the jobs of a failed group may succeed one by one. I/O errors are never retried."""
     return is_disk_full(error) or (isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error))
 
 
 def disconnect(connection: Connection) -> None:
-    """Close a connection in whatever state it is; an open transaction is rolled back."""
+    """Close a connection in any state. An open transaction is rolled back."""
     try:
         connection.close()
     except (DBAPIError, sqlite3.Error):
@@ -118,7 +118,7 @@ def disconnect(connection: Connection) -> None:
 
 
 def translate(error: BaseException, directory: Path) -> BaseException:
-    """The error a caller sees: a `StorageError` for a failing database, the error itself for a job's own fault."""
+    """Map a database or file error to the error that callers see. A job's own error is returned unchanged."""
     if isinstance(error, OSError):
         return StorageError(f"the data directory cannot be used: {error.strerror or error}")
     if not isinstance(error, DBAPIError):
@@ -143,12 +143,12 @@ def _engine(url: URL, options: dict[str, Any]) -> Engine:
 
 def _prepare_sqlite_writer(durability: Durability) -> Any:
     def prepare(connection: sqlite3.Connection, _: object) -> None:
-        connection.isolation_level = None  # transactions begin where we say, DDL included
+        connection.isolation_level = None  # autocommit: transactions begin explicitly, DDL included
         connection.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages: the checkpoint's fsync holds up one write
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")  # in pages; the fsync of a checkpoint delays one write
         connection.execute("PRAGMA journal_size_limit = 67108864")
 
     return prepare

@@ -1,9 +1,9 @@
-"""The store: opens the database, brings its schema up to date, and runs functions on its threads.
+"""The store: opens and migrates the database, and runs functions on its writer and reader threads.
 
     row = await store.write(futures.accept, lane=..., ...)      # durable when it returns
     row = await store.read(futures.get, request_id)
 
-Functions take the connection first. They may be run again after a lost connection, so they touch nothing else.
+Functions take the connection first. A lost connection retries them, so they must have no other side effects.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _LOCK_SECONDS = 2.0
 
 
 class Store:
-    """The open database. Made by `Store.open`; used from any thread and any event loop until `close`."""
+    """The open database. Create it with `Store.open`; use it from any thread or event loop until `close`."""
 
     def __init__(self, url: URL, writer: Writer, readers: Readers) -> None:
         self.url = url
@@ -51,8 +51,8 @@ class Store:
     ) -> "Store":
         """Open the database ``url``, or the file ``lorimer.db`` in ``directory``, and migrate it.
 
-        ``durability`` is what an acknowledged write survives: the death of the process or also a power cut.
-        A lost PostgreSQL connection is tried again for ``retry_seconds`` before callers see an error.
+        ``durability`` says what a committed write survives: a crash of the process, or also a power failure. A lost
+        PostgreSQL connection is retried for ``retry_seconds`` before callers see an error.
         """
         root = directory if isinstance(directory, DataDirectory) else DataDirectory(directory)
         where = database_url(url, root.path)
@@ -69,41 +69,43 @@ class Store:
         return cls(where, writer, Readers(reader_engine(where, options), root.path, retry_seconds))
 
     async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn(connection, ...)`` on the writing thread; its changes are committed when this returns."""
+        """Run ``fn(connection, ...)`` on the writer thread. Its changes are committed when this returns."""
         return await self.submit(_call(fn, args, kwargs))
 
     async def read(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn(connection, ...)``, which only reads, on a reading thread. Sees all writes that have returned."""
+        """Run the read-only ``fn(connection, ...)`` on a reader thread. Sees every write that has returned."""
         return await self.submit_read(_call(fn, args, kwargs))
 
     def submit(self, fn: Callable[[Connection], T]) -> "asyncio.Future[T]":
-        """`write` for callers that do not wait: the future is done when the changes are committed."""
+        """Enqueue a `write` without waiting. The future resolves when the changes are committed."""
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._writer.submit(Job(fn, waiter))
         return waiter
 
     def submit_read(self, fn: Callable[[Connection], T]) -> "asyncio.Future[T]":
-        """`read` for callers that do not wait."""
+        """Enqueue a `read` without waiting."""
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._readers.submit(Job(fn, waiter))
         return waiter
 
     def write_now(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`write` for callers without an event loop; blocks."""
+        """Run a `write` from a thread without an event loop, and block until it is committed."""
         waiter: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._writer.submit(Job(_call(fn, args, kwargs), waiter))
         return waiter.result()
 
     def read_now(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`read` for callers without an event loop; blocks."""
+        """Run a `read` from a thread without an event loop, and block until it returns."""
         waiter: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._readers.submit(Job(_call(fn, args, kwargs), waiter))
         return waiter.result()
 
     def lock(self) -> None:
-        """Be the only server of a PostgreSQL database, or raise `StorageError` naming the other.
+        """Lock a PostgreSQL database for this server.
 
-        Waits two seconds for one that was just killed. A SQLite file is guarded by `DataDirectory.lock`.
+        Raise `StorageError` that names the holder if another server has it.
+
+        Retries for two seconds, in case the holder was just killed. `DataDirectory.lock` protects a SQLite file.
         """
         patience = Patience(_LOCK_SECONDS, threading.Event())
         while True:
@@ -114,7 +116,7 @@ class Store:
                     raise
 
     def close(self) -> None:
-        """Finish what was asked for and end the threads."""
+        """Finish all submitted work and stop the threads."""
         self._readers.close()
         self._writer.close()
 
@@ -128,7 +130,7 @@ def _apply(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def make_private_file(url: URL) -> None:
-    """Make SQLite's file before SQLite does, so that only its owner can read it; its WAL takes the same mode."""
+    """Create SQLite's file with mode 0600 before SQLite does; its WAL gets the same mode."""
     if url.drivername != "sqlite":
         return
     assert url.database is not None

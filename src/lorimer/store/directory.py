@@ -32,14 +32,14 @@ RESTORING = "restoring"
 
 
 class DataDirectory:
-    """The directory ``path``, made if missing. Refuses one that others can write to or that is a symbolic link."""
+    """The data directory ``path``, created if missing. Refuses a symbolic link and a world-writable directory."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
         self._lock: int | None = None
         self._guard = threading.Lock()
         self._num_holds = 0
-        self._held_back: list[Path] = []
+        self._deferred: list[Path] = []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _make_private(self.path)
@@ -50,9 +50,9 @@ class DataDirectory:
         self.weights, self.snapshots, self.blobs = (self.path / place for place in _PLACES)
 
     def lock(self, *, is_restore: bool = False) -> None:
-        """Hold the directory until `unlock` or the end of the process; refuse if another process holds it.
+        """Lock the directory until `unlock` or the end of the process. Refuse if another process holds it.
 
-        A directory that a restore did not finish is refused too, but to ``is_restore``.
+        Also refuse a directory with an unfinished restore, unless ``is_restore``.
         """
         file = self.path / "lock"
         try:
@@ -87,7 +87,7 @@ class DataDirectory:
 
     @property
     def secret(self) -> bytes:
-        """32 random bytes, made at first use and the same ever after."""
+        """Return the 32 random bytes of the secret, created on first use."""
         file = self.path / "secret"
         try:
             if not file.exists():
@@ -102,14 +102,14 @@ class DataDirectory:
         return found
 
     def new_weights_directory(self) -> Path:
-        """A path for weights that nothing has yet; the engine makes the directory whole or not at all."""
+        """Return a new path for weights. The engine creates the directory atomically."""
         return self.weights / secrets.token_hex(16)
 
     def new_snapshot_directory(self) -> Path:
         return self.snapshots / secrets.token_hex(16)
 
     def remove(self, path: Path | str) -> None:
-        """Remove one entry of ``weights/``, ``snapshots/`` or ``blobs/``; it need not be there."""
+        """Delete one entry of ``weights/``, ``snapshots/`` or ``blobs/`` if it exists."""
         target = Path(path)
         target = target if target.is_absolute() else self.path / target
         parent, name = target.parent, target.name
@@ -119,27 +119,27 @@ class DataDirectory:
             )
         with self._guard:
             if self._num_holds:
-                self._held_back.append(target)
+                self._deferred.append(target)
                 return
         self._remove(target)
 
     def hold_files(self) -> None:
-        """Defer every `remove` until `release_files`; holds add up.
+        """Defer every `remove` until `release_files`. Holds nest.
 
-        Rows go before the files that they name, so whoever reads rows under a hold finds their files.
+        Rows are deleted before their files, so a reader that holds files finds the file of every row it reads.
         """
         with self._guard:
             self._num_holds += 1
 
     def release_files(self) -> None:
-        """End one hold; after the last one, remove what was deferred."""
+        """End one hold. After the last one, delete the deferred files."""
         with self._guard:
             self._num_holds -= 1
             if self._num_holds:
                 return
-            due, self._held_back = self._held_back, []
+            due, self._deferred = self._deferred, []
         for target in due:
-            with suppress(StorageError):  # the sweep at the next start removes it
+            with suppress(StorageError):  # the sweep at the next start deletes it
                 self._remove(target)
 
     def _remove(self, target: Path) -> None:
@@ -154,9 +154,9 @@ class DataDirectory:
             raise storage_error(error, target, "be removed") from error
 
     def sweep_orphans(self, known: set[str]) -> list[str]:
-        """Remove what a killed server left: every entry whose name is not ``known``, and every unfinished one.
+        """Delete the leftovers of a crashed server: entries whose names are not ``known``, and temporary entries.
 
-        Called with the lock held, before anything is written. Returns the removed names.
+        Call with the lock held, before anything is written. Returns the deleted names.
         """
         removed = []
         for place in (self.weights, self.snapshots, self.blobs):
@@ -171,13 +171,13 @@ class DataDirectory:
 
 
 def free_bytes(path: Path) -> int:
-    """The room an ordinary user has left on the file system of ``path``."""
+    """Return the bytes available to an unprivileged user on the file system of ``path``."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def write_file(path: Path, data: bytes, *, sync: bool) -> None:
-    """Write a file that appears whole or not at all; with ``sync`` it also survives a power cut."""
+    """Write a file atomically. With ``sync`` it also survives a power failure."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -204,7 +204,7 @@ def sync_directory(path: Path) -> None:
 
 
 def storage_error(error: OSError, path: Path, action: str, needed: int | None = None) -> StorageError:
-    """The trouble in our words: a full disk with its numbers, anything else with the system's reason."""
+    """Convert an ``OSError``: a full disk with its numbers, any other error with the system's reason."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = path if path.exists() else path.parent
         need = "" if needed is None else f"{needed} bytes are needed and "

@@ -1,13 +1,14 @@
-"""The journal: every accepted operation with its payload until it is not needed and its result until it is fetched.
+"""The journal: each accepted operation, its payload while a replay may need it, and its result until it is fetched.
 
-A row is written before its request is answered, once per (lane, seq_id), and ends once: queued → done | failed |
-rejected | abandoned | cancelled. A training run is a fold over its lane, so this holds whatever is released or expired:
+A row is committed before its request is answered, once per (lane, seq_id), and ends once: queued → done | failed |
+rejected | abandoned | cancelled. A training run is a fold over its lane, so this invariant holds whatever is released
+or expired:
 
     Above the run's snapshot_seq no row is deleted, and no payload of a queued or done operation is dropped,
     except that of a done ``forward``, which changes nothing. The same goes for the operation that created
     the run, until the run has a snapshot.
 
-The scheduler decides when operations run; the bytes lie in `blobs`.
+The scheduler decides when operations run; `blobs` stores the bytes.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ FutureState = Literal["queued", "done", "failed", "rejected", "abandoned", "canc
 ResultFormat = Literal["json", "protobuf"]
 
 STATELESS_KINDS = ("forward",)
-"""Operations of a run that leave it as it was."""
+"""Operations of a run that do not change its state."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FutureRow:
     session_id: str | None
     kind: str
     lane: str
-    """Within which ``seq_id`` is unique: the run, the sampling session, or the session's models or losses."""
+    """The scope of ``seq_id``: the run, the sampling session, or the session's models or losses."""
     seq_id: int | None
     state: FutureState
     error: str | None
@@ -63,9 +64,9 @@ class FutureRow:
     tokens: int
     result_format: ResultFormat | None
     result_size: int
-    """In bytes; stays when the result is dropped."""
+    """Size in bytes; kept after the result is dropped."""
     payload_sha256: str
-    """Tells a retry from another request under the same number."""
+    """Distinguishes a retry from a different request with the same number."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def accept(
     error: str | None = None,
     category: str | None = None,
 ) -> tuple[FutureRow, bool]:
-    """The row of an operation and whether it is new; the number of a lane has one row, the first."""
+    """Insert the row of an operation; return it and whether it is new. The first row of a (lane, seq_id) wins."""
     now = utc_now()
     row = FutureRow(
         request_id=request_id or new_id(),
@@ -143,12 +144,12 @@ def get(c: Connection, request_id: str) -> FutureRow | None:
 
 
 def payload(c: Connection, request_id: str) -> bytes | None:
-    """What was asked, or None if it is not needed any more."""
+    """Return the payload, or None if it was dropped."""
     return blobs.get(c, request_id, "payload")
 
 
 def result(c: Connection, request_id: str) -> bytes | None:
-    """What came out, or None if there is nothing yet or it was dropped."""
+    """Return the result, or None if there is none yet or it was dropped."""
     return blobs.get(c, request_id, "result")
 
 
@@ -160,7 +161,7 @@ def finish(
     result_format: ResultFormat,
     started_at: datetime | None = None,
 ) -> bool:
-    """Whether this ended the operation; of several ends the first counts."""
+    """Mark an operation done and store its result. Return False if it had already ended."""
     if not _end(c, request_id, "done", started_at=started_at, result_format=result_format, result_size=len(result)):
         return False
     blobs.put(c, request_id, "result", result)
@@ -176,61 +177,61 @@ def fail(
     state: FutureState = "failed",
     started_at: datetime | None = None,
 ) -> bool:
-    """Whether this ended the operation; of several ends the first counts."""
+    """End an operation with an error. Return False if it had already ended."""
     return _end(c, request_id, state, started_at=started_at, error=storable(error), category=category)
 
 
 def unfinished(c: Connection) -> list[FutureRow]:
-    """All that is queued, by lane and number; what has no number comes last, in the order it came."""
+    """Return all queued operations by lane and number; those without a number last, in order of arrival."""
     order = (futures.c.lane, futures.c.seq_id.asc().nulls_last(), futures.c.received_at)
-    queued = futures.c.state == literal_column("'queued'")  # written out, as in the index
+    queued = futures.c.state == literal_column("'queued'")  # a literal, so that the partial index matches
     return [_record(row) for row in c.execute(select(*_COLUMNS).where(queued).order_by(*order))]
 
 
 def journal(c: Connection, lane: str, after_seq: int) -> list[FutureRow]:
-    """The operations of a lane above a number, in their order, however they ended."""
+    """Return the operations of a lane above a number, in order, whatever their state."""
     wanted = (futures.c.lane == lane) & (futures.c.seq_id > after_seq)
     return [_record(row) for row in c.execute(select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id))]
 
 
 def history(c: Connection, session_id: str, limit: int) -> list[FutureRow]:
-    """The session's newest operations, oldest of them first."""
+    """Return the session's newest operations in order of arrival."""
     query = select(*_COLUMNS).where(futures.c.session_id == session_id).order_by(futures.c.received_at.desc())
     return [_record(row) for row in c.execute(query.limit(limit))][::-1]
 
 
 def newest_of_lane(c: Connection, lane: str, before: int, limit: int) -> list[FutureRow]:
-    """The operations of a lane below a number, newest first."""
+    """Return the operations of a lane below a number, newest first."""
     wanted = (futures.c.lane == lane) & (futures.c.seq_id < before)
     query = select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id.desc()).limit(limit)
     return [_record(row) for row in c.execute(query)]
 
 
 def newest_errors(c: Connection, user_id: str, limit: int) -> list[FutureRow]:
-    """The user's requests that ended with an error, newest first."""
+    """Return the user's failed requests, newest first."""
     ended = (futures.c.user_id == user_id) & futures.c.error.is_not(None)
     query = select(*_COLUMNS).where(ended).order_by(futures.c.finished_at.desc()).limit(limit)
     return [_record(row) for row in c.execute(query)]
 
 
 def mark_fetched(c: Connection, fetched: dict[str, datetime]) -> None:
-    """Note which results the client has received; collected by the caller and written in bulk."""
+    """Record when clients received results. Callers buffer these and write them in bulk."""
     if fetched:
         c.execute(_FETCHED, [{"id": request_id, "at": at} for request_id, at in fetched.items()])
 
 
 def release(c: Connection, request_ids: Iterable[str]) -> None:
-    """Drop results, and payloads that no replay needs; the rows stay. Queued operations are left alone."""
+    """Drop results, and payloads that no replay needs; keep the rows. Queued operations are not touched."""
     chosen = and_(futures.c.request_id.in_(list(request_ids)), futures.c.state != "queued")
     _drop_bytes(c, list(c.execute(select(futures.c.request_id, _needed().label("is_needed")).where(chosen))))
 
 
 def drop_payloads(c: Connection, lane: str, up_to_seq: int) -> int:
-    """Drop the payloads of ended operations up to a number, but none that a replay needs; returns how many."""
+    """Drop the payloads of ended operations up to a number, except those a replay needs. Return how many."""
     chosen = and_(futures.c.lane == lane, futures.c.seq_id <= up_to_seq, futures.c.holds_bytes)
     ids = list(c.execute(select(futures.c.request_id).where(chosen, futures.c.state != "queued", ~_needed())).scalars())
     dropped = blobs.drop(c, ids, "payload")
-    _note_empty(c, ids)
+    _mark_empty(c, ids)
     return dropped
 
 
@@ -243,9 +244,9 @@ def expire(
     rows_before: datetime,
     limit: int = 500,
 ) -> Expired:
-    """Free what has been fetched or has waited long enough, and delete whole rows that ended before ``rows_before``.
+    """Free results that were fetched or have expired, and delete rows that ended before ``rows_before``.
 
-    At most ``limit`` rows are looked at for each, so that the writer is not held up; nothing freed means it is done.
+    Looks at up to ``limit`` rows of each kind, so that the writer is not blocked. Call again until nothing is freed.
     """
     fetched = futures.c.fetched_at < min(fetched_before, now)
     waited = futures.c.finished_at < min(finished_before, now)
@@ -281,7 +282,7 @@ def _end(c: Connection, request_id: str, state: FutureState, **values: Any) -> b
 
 
 def _above_snapshot() -> ColumnElement[bool]:
-    """Whether a replay of the row's run would begin before it."""
+    """Select rows that a replay of their run would start before."""
     of_run = and_(runs.c.model_id == futures.c.lane, runs.c.snapshot_seq < futures.c.seq_id)
     creates = and_(
         futures.c.lane == runs.c.session_id + ":models",
@@ -293,7 +294,7 @@ def _above_snapshot() -> ColumnElement[bool]:
 
 
 def _needed() -> ColumnElement[bool]:
-    """Whether the row's payload is still to be run, or to be run again after a crash."""
+    """Select rows whose payload must still run, or run again after a crash."""
     changed = and_(futures.c.state == "done", futures.c.kind.not_in(STATELESS_KINDS), _above_snapshot())
     return or_(futures.c.state == "queued", changed)
 
@@ -303,11 +304,11 @@ def _drop_bytes(c: Connection, rows: list[Row[Any]]) -> tuple[int, int]:
     ids = [row.request_id for row in rows]
     free = [row.request_id for row in rows if not row.is_needed]
     counts = blobs.drop(c, ids, "result"), blobs.drop(c, free, "payload")
-    _note_empty(c, ids)
+    _mark_empty(c, ids)
     return counts
 
 
-def _note_empty(c: Connection, ids: list[str]) -> None:
+def _mark_empty(c: Connection, ids: list[str]) -> None:
     if ids:
         empty = and_(futures.c.request_id.in_(ids), ~exists().where(contents.c.owner == futures.c.request_id))
         c.execute(update(futures).where(empty).values(holds_bytes=False))

@@ -1,4 +1,4 @@
-"""Work for the database's threads, and the way its outcome reaches the caller: an event loop or a waiting thread."""
+"""Jobs for the database threads, and the delivery of their results to an event loop or a waiting thread."""
 
 import asyncio
 import concurrent.futures
@@ -14,7 +14,7 @@ _CLOSING_SECONDS = 5.0
 
 
 class Job:
-    """``call(connection)``, to be run for its caller; when the connection is lost it is run again."""
+    """Runs ``call(connection)`` for a caller. A lost connection retries it."""
 
     __slots__ = ("call", "error", "result", "submitted_at", "waiter")
 
@@ -35,9 +35,9 @@ class Job:
 
 
 class Patience:
-    """The growing pauses between attempts to reach the database, which end after ``seconds`` or soon after closing.
+    """Exponential backoff between attempts to reach the database, for up to ``seconds``, or briefly while closing.
 
-    They count from ``since``: a job that waited behind others for a lost database does not begin to wait anew.
+    Counts from ``since``, so that a job that already waited behind others for a lost database does not start over.
     """
 
     def __init__(self, seconds: float, closing: threading.Event, since: float | None = None) -> None:
@@ -46,7 +46,7 @@ class Patience:
         self._delay = _FIRST_DELAY_SECONDS
 
     def wait(self) -> bool:
-        """Pause, and say whether to try again."""
+        """Sleep, and return whether to retry."""
         if self._closing.is_set():
             self._deadline = min(self._deadline, time.monotonic() + _CLOSING_SECONDS)
         if time.monotonic() + self._delay > self._deadline:
@@ -57,7 +57,7 @@ class Patience:
 
 
 def deliver(jobs: Iterable[Job]) -> None:
-    """Wake the callers, each event loop once."""
+    """Notify the callers, with one wakeup per event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Job]] = {}
     for job in jobs:
         if isinstance(job.waiter, asyncio.Future):
@@ -68,7 +68,7 @@ def deliver(jobs: Iterable[Job]) -> None:
         try:
             loop.call_soon_threadsafe(_settle_all, its_jobs)
         except RuntimeError:
-            continue  # the loop was closed; nobody waits any more
+            continue  # the event loop is closed, so nobody waits
 
 
 def _settle_all(jobs: list[Job]) -> None:
@@ -78,7 +78,7 @@ def _settle_all(jobs: list[Job]) -> None:
 
 def _settle(job: Job) -> None:
     if job.waiter.done():
-        return  # the caller gave up
+        return  # the caller was cancelled
     if job.error is not None:
         job.waiter.set_exception(job.error)
     else:

@@ -1,4 +1,4 @@
-"""Custom losses that clients have registered, with their compiled form as bytes."""
+"""Custom losses registered by clients, with their compiled form as bytes."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +21,7 @@ class Loss:
 
 
 def add_loss(c: Connection, *, loss_id: str, session_id: str, user_id: str, name: str, payload: bytes) -> Loss:
-    """Keep a loss; a second call with its id returns the first."""
+    """Store a loss. A second call with the same id returns the first loss."""
     row = insert(c, losses).values(loss_id=loss_id, session_id=session_id, user_id=user_id)
     row = row.values(name=storable(name), created_at=utc_now())
     added = c.execute(row.on_conflict_do_nothing().execution_options(preserve_rowcount=True)).rowcount
@@ -47,6 +47,6 @@ def count_losses(c: Connection, session_id: str) -> int:
 
 
 def losses_of_session(c: Connection, session_id: str) -> list[Loss]:
-    """All that a session has registered."""
+    """Return all losses that a session has registered."""
     ids = c.execute(select(losses.c.loss_id).where(losses.c.session_id == session_id).order_by(losses.c.created_at))
     return [loss for loss_id in ids.scalars().all() if (loss := get_loss(c, loss_id)) is not None]

@@ -1,7 +1,7 @@
-"""Entries of the log of metrics as series: by name, in columns, the parts of a step of the engine told as one.
+"""Turns metric log entries into series by name, as columns, merging the parts of an engine step into one point.
 
-A long run has millions of values, so nothing here is done value by value. Which entries are read, and how many steps
-were before them, is said by `metrics`.
+A long run has millions of values, so everything is vectorized. `metrics` chooses the entries and counts the steps
+before them.
 """
 
 from array import array
@@ -18,17 +18,17 @@ from lorimer.types.thinning import Columns, Flags, Floats, Integers, first_of_ea
 
 FIELDS = ("entry_id", "source", "number", "is_step", "weight", "at", "data")
 
-encode = msgspec.msgpack.Encoder().encode  # numbers that are not finite stay what they are
+encode = msgspec.msgpack.Encoder().encode  # msgpack keeps NaN and infinities
 decode = msgspec.msgpack.Decoder(dict[str, float]).decode
 
 Indices = NDArray[np.intp]
 Named = dict[str, tuple[Indices, Floats]]
-"""By name: which entries have a value of it, by rising index, and these values."""
+"""By name: the ascending indices of the entries that have a value, and the values."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Rows of the table in columns."""
+    """Rows of the table as columns."""
 
     ids: Integers
     is_client: Flags
@@ -40,7 +40,7 @@ class Entries:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any]]) -> "Entries":
-        """Of rows of `FIELDS`."""
+        """Build from rows of `FIELDS`."""
         return cls.of_columns(list(zip(*rows, strict=True)) or [()] * len(FIELDS))
 
     @classmethod
@@ -57,7 +57,7 @@ class Entries:
         )
 
     def then(self, other: "Entries") -> "Entries":
-        """These entries and others."""
+        """Concatenate these entries and others."""
         if not len(self.ids):
             return other
         return Entries(
@@ -83,7 +83,7 @@ class Entries:
 
 
 def client_series(entries: Entries, names: Collection[str] | None) -> dict[str, Columns]:
-    """What clients reported, in the order of the log."""
+    """Return the series that clients reported, in the order of the log."""
     return {
         name: join([Columns(entries.numbers[found], entries.times[found], values)])
         for name, (found, values) in _by_name(entries.data, names).items()
@@ -91,24 +91,27 @@ def client_series(entries: Entries, names: Collection[str] | None) -> dict[str, 
 
 
 def engine_series(
-    entries: Entries, is_told: Flags, num_steps: int, names: Collection[str] | None
+    entries: Entries, is_changed: Flags, num_steps: int, names: Collection[str] | None
 ) -> dict[str, Columns]:
-    """What operations answered, by rising number, after so many steps; of steps in which ``is_told`` has a value."""
+    """Return the series of operations, ordered by number, after ``num_steps`` steps.
+
+    Only steps with an ``is_changed`` value.
+    """
     steps = num_steps + 1 + np.cumsum(entries.is_step) - entries.is_step
-    times = entries.times[np.searchsorted(steps, steps, side="right") - 1]  # that of the step's last operation
+    times = entries.times[np.searchsorted(steps, steps, side="right") - 1]  # the time of the step's last operation
     series = {}
     for name, (found, values) in _by_name(entries.data, names).items():
         starts = first_of_each(steps[found])
-        told = np.logical_or.reduceat(is_told[found], starts)
-        if told.any():
+        changed = np.logical_or.reduceat(is_changed[found], starts)
+        if changed.any():
             at = found[starts]
             whole = Columns(steps[at], times[at], reduce_parts(name, values, entries.weights[found], starts))
-            series[name] = whole.take(told)
+            series[name] = whole.take(changed)
     return series
 
 
 def _by_name(data: Sequence[bytes], names: Collection[str] | None) -> Named:
-    # Most entries have the same names in the same order, and become a table together.
+    # Most entries have the same names in the same order and are decoded into one table.
     alike: dict[tuple[str, ...], tuple[list[int], array[float]]] = defaultdict(lambda: ([], array("d")))
     for index, entry in enumerate(data):
         values = decode(entry)
@@ -133,7 +136,7 @@ def _in_order(parts: Sequence[tuple[Indices, Floats]]) -> tuple[Indices, Floats]
 
 
 def reduce_parts(name: str, values: Floats, weights: Integers, starts: Indices) -> Floats:
-    """`reduce_metric` of many steps together, whose parts begin at ``starts``; a single part is left as it is."""
+    """Apply `reduce_metric` to many steps, whose parts begin at ``starts``. A single part is unchanged."""
     ends = np.append(starts[1:], len(values))
     if len(starts) == len(values):
         return values

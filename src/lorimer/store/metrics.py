@@ -1,9 +1,9 @@
-"""The numbers of runs over their steps: what the engine answered to operations, and what clients report.
+"""Metrics of runs by step: measured by the engine or reported by clients.
 
-The table is a log, read on from a cursor. An entry of the engine is one operation: its step is worked out when it is
-read, as one more than the optimiser steps before it, so that it is right in whatever order results were committed. An
-entry of a client is one step: a name that is reported again is taken out of the older entry, so that the later value
-counts and nothing grows by repetition. Entries go with their run. What they hold is made to series by `metric_series`.
+The table is a log, read from a cursor. An engine entry is one operation: its step is computed on reading, as one more
+than the number of optimizer steps before it, so it is correct in whatever order results were committed. A client entry
+is one step: a metric that is reported again is removed from the older entry, so the later value wins and repetition
+does not grow the log. Entries are deleted with their run. `metric_series` turns entries into series.
 """
 
 import time
@@ -24,11 +24,11 @@ Source = Literal["engine", "client"]
 FIRST_ROWS_READ = 250
 MAX_ROWS_PER_READ = 4000
 MAX_BYTES = 1024 * 1024
-"""One reading ends after the entry with which it has so many: some fifty thousand values."""
+"""A read stops after the entry that reaches this size, about fifty thousand values."""
 MAX_BYTES_TO_THIN = 4 * MAX_BYTES
-"""The same where little is given of much."""
+"""The same limit if the result is thinned."""
 MAX_THINNED_POINTS = 60_000
-"""Of all series together, so that a run with very many metrics has fewer points of each."""
+"""The limit for all series together, so that a run with very many metrics has fewer points in each."""
 LAST_NUMBER = 2**63 - 1
 
 _ADD = metrics.insert().inline()
@@ -45,13 +45,13 @@ class Report:
 
 
 class Cursor(NamedTuple):
-    """How far somebody has read, and how many steps they have seen, so that these are not counted again."""
+    """How far a reader has got, and how many steps it has seen, so that these need not be counted again."""
 
     entry_id: int = 0
     ended_by: int = 0
-    """The last operation that ended a step of the optimiser."""
+    """The last operation that ended an optimizer step."""
     num_steps: int = 0
-    """Up to that operation."""
+    """The number of steps up to that operation."""
 
 
 START = Cursor()
@@ -59,7 +59,7 @@ START = Cursor()
 
 @dataclass(frozen=True)
 class Choice:
-    """Which points are wanted: of some names, of steps from one to another, so many of each series at most."""
+    """Selects points by name and by a range of steps, and limits the number of points per series."""
 
     names: Collection[str] | None = None
     steps: tuple[int, int] | None = None
@@ -80,12 +80,15 @@ class Reading:
 def add_operation(
     c: Connection, model_id: str, seq_id: int, values: Mapping[str, float], *, num_datums: int, is_step: bool
 ) -> None:
-    """What the engine answered to an operation; ``is_step`` ends a step of the optimiser."""
+    """Add the metrics that the engine returned for an operation; ``is_step`` ends an optimizer step."""
     c.execute(_ADD, _row(model_id, "engine", seq_id, time.time(), values, num_datums, is_step))
 
 
 def report(c: Connection, model_id: str, reports: Sequence[Report], *, max_names: int, max_values: int) -> int:
-    """Keep what a client reports, in place of what it said before; the number of values, or ``TooLarge``."""
+    """Store reported values, replacing earlier ones of the same step and name.
+
+    Return their number, or raise ``TooLarge``.
+    """
     by_step: dict[int, tuple[float, dict[str, float]]] = {}
     for item in reports:
         known = by_step.get(item.step, (0.0, {}))[1]
@@ -94,7 +97,7 @@ def report(c: Connection, model_id: str, reports: Sequence[Report], *, max_names
     if not by_step:
         return 0
     _add_names(c, model_id, {name for _, values in by_step.values() for name in values}, max_names)
-    num_taken = _take_out(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
+    num_taken = _remove_replaced(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
     rows = [_row(model_id, "client", step, at, values, len(values)) for step, (at, values) in by_step.items()]
     c.execute(_ADD, rows)
     num_added: int = sum(row["weight"] for row in rows)
@@ -103,7 +106,7 @@ def report(c: Connection, model_id: str, reports: Sequence[Report], *, max_names
 
 
 def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_000, choice: Choice = ALL) -> Reading:
-    """What is new or was written again since ``after``: that of ``limit`` entries at most."""
+    """Return what is new or rewritten since ``after``, from up to ``limit`` entries."""
     wanted = metrics.c.model_id == model_id
     if choice.steps is not None:
         wanted &= _of_steps(c, model_id, *choice.steps)
@@ -120,7 +123,7 @@ def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_00
 
 
 def read_on(c: Connection, model_id: str, known: Reading, limit: int, choice: Choice) -> Reading:
-    """What is known and what follows it, thinned as one."""
+    """Return ``known`` plus the entries after it, thinned together."""
     new = read(c, model_id, known.cursor, limit, choice)
     series = {
         key: join([found.series[key] for found in (known, new) if key in found.series])
@@ -160,7 +163,7 @@ def _next_entries(
 
 
 def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElement[bool]:
-    """Entries of these steps; with the first and last of them, so that a log is not read from its beginning."""
+    """Select the entries of these steps. Bounds on the entry ids avoid scanning the log from its start."""
     parts = [and_(_of(model_id, "client"), metrics.c.number.between(first, last))]
     before, end = _end_of_step(c, model_id, first - 1), _end_of_step(c, model_id, last)
     if last >= 1 and (first <= 1 or before is not None):
@@ -172,7 +175,7 @@ def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElem
 
 
 def _end_of_step(c: Connection, model_id: str, step: int) -> int | None:
-    """The operation that ended a step of the optimiser, if it is committed."""
+    """Return the operation that ended an optimizer step, if it is committed."""
     if step < 1:
         return None
     ends = select(metrics.c.number).where(_of(model_id, "engine"), metrics.c.is_step).order_by(metrics.c.number)
@@ -182,20 +185,20 @@ def _end_of_step(c: Connection, model_id: str, step: int) -> int | None:
 def _engine_series(
     c: Connection, model_id: str, new: Entries, after: Cursor, cursor: Cursor, choice: Choice
 ) -> tuple[dict[str, Columns], Cursor]:
-    """The points that the new entries change, each of all operations of its step so far; where to go on."""
+    """Return the points that the new entries change, over all operations of their steps so far, and the next cursor."""
     first = int(new.numbers.min())
     seen = after if after.ended_by < first else START
     of_engine = and_(_of(model_id, "engine"), metrics.c.number > seen.ended_by)
     steps = select(func.count(), func.coalesce(func.max(metrics.c.number), seen.ended_by)).where(
         of_engine, metrics.c.is_step, metrics.c.number < first
     )
-    if choice.steps is None:  # what comes later in the log is read later, and moves these points then
+    if choice.steps is None:  # later log entries are read later, and correct these points then
         steps = steps.where(metrics.c.entry_id <= cursor.entry_id)
     num_new_steps, ended_by = c.execute(steps).one()
     num_steps = seen.num_steps + num_new_steps
     before = and_(of_engine, metrics.c.number > ended_by, metrics.c.entry_id <= after.entry_id)
     old = Entries.of(c.execute(select(*_COLUMNS).where(before)).all())
-    # A step that was committed after later operations moves these to the steps behind it.
+    # A step committed after later operations moves those operations into later steps.
     first_end = new.numbers[new.is_step].min(initial=LAST_NUMBER)
     moves = bool((old.numbers > first_end).any())
     entries = old.then(new)
@@ -221,7 +224,7 @@ def _add_names(c: Connection, model_id: str, names: set[str], most: int) -> None
 
 
 def _count(c: Connection, model_id: str, number: int, most: int) -> None:
-    """Add to the number of values of a run, which a long run is too long to be read for."""
+    """Update the run's number of values, which is stored because counting a long run is too slow."""
     of_run = metric_totals.c.model_id == model_id
     known = c.execute(select(metric_totals.c.num_values).where(of_run)).scalar()
     total = (known or 0) + number
@@ -235,8 +238,8 @@ def _count(c: Connection, model_id: str, number: int, most: int) -> None:
         c.execute(update(metric_totals).where(of_run).values(num_values=total))
 
 
-def _take_out(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> int:
-    """Drop what is about to be written again; how many values that are."""
+def _remove_replaced(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> int:
+    """Remove the values that are about to be replaced. Return how many were removed."""
     num_taken = 0
     reported = and_(_of(model_id, "client"), metrics.c.number.in_(names_of))
     for row in c.execute(select(*_COLUMNS).where(reported)).all():
@@ -265,7 +268,7 @@ def _row(
     weight: int,
     is_step: bool = False,
 ) -> dict[str, Any]:
-    """``number`` is the operation's or the step's, ``weight`` how many datums or values there are."""
+    """Build a row. ``number`` is the operation or the step, ``weight`` the number of datums or values."""
     return {
         "model_id": model_id,
         "source": source,

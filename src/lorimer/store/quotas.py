@@ -1,7 +1,7 @@
-"""What users may store: the quota of checkpoints, and what counts against it.
+"""Enforces the storage quota of checkpoints.
 
-A quota belongs to a user, not to one of their keys. A user without a quota of their own has that of the server's
-settings; 0 is no limit. Every checkpoint that has not expired counts with its size, as usage reports say it.
+A quota belongs to a user, not to a key. A user without their own quota has the one in the server's settings; 0 means no
+limit. Every unexpired checkpoint counts with its size, as in usage reports.
 """
 
 from sqlalchemy import Connection
@@ -18,7 +18,7 @@ def stored_bytes(c: Connection, user_id: str) -> int:
 def check_save(
     c: Connection, user_id: str, model_id: str, kind: CheckpointKind, name: str, overwrite: bool, default: int
 ) -> None:
-    """Refuse a save before it is computed; it is taken to be as large as the newest one of its run and kind."""
+    """Refuse a save before computing it. Estimate its size by the newest checkpoint of its run and kind."""
     newest = checkpoints.last_of_run(c, model_id, kind)
     check_room(c, user_id, newest.size_bytes if newest else 1, default, (model_id, kind, name) if overwrite else None)
 
@@ -30,7 +30,7 @@ def check_room(
     default: int,
     replaced: tuple[str, CheckpointKind, str] | None = None,
 ) -> None:
-    """Refuse a checkpoint that exceeds the quota; ``replaced`` is the place of one that it replaces."""
+    """Refuse a checkpoint that exceeds the quota. ``replaced`` identifies a checkpoint that it overwrites."""
     user = users.get_user(c, user_id)
     allowed = default if user is None or user.max_stored_bytes is None else user.max_stored_bytes
     if not allowed:

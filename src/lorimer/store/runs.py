@@ -1,7 +1,7 @@
-"""Training runs: what they were made of, their snapshots, and whether they are usable.
+"""Training runs: their parameters, their snapshots, and whether they are usable.
 
-A run has up to two snapshots: one that was verified, from which on the journal is kept, and the newest, whose loss
-makes a replay longer and nothing else. Operations are in `futures`, saved weights in `checkpoints`.
+A run has up to two snapshots: a verified one, after which the journal is kept, and the newest, whose loss only makes a
+replay longer. Operations are in `futures`, saved weights in `checkpoints`.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ from lorimer.store.tables import checkpoints, insert, runs
 from lorimer.store.values import record, record_or_none, storable, utc_now
 
 NO_SNAPSHOT = -1
-"""The ``snapshot_seq`` of a run that has none: every operation lies above it."""
+"""The ``snapshot_seq`` of a run without a snapshot: every operation is above it."""
 EXPIRED = 2**62
-"""The ``snapshot_seq`` of a run that is never replayed: every operation lies below it."""
+"""The ``snapshot_seq`` of a run that is never replayed: every operation is below it."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,24 @@ class Run:
     created_at: datetime
     last_request_at: datetime
     snapshot_seq: int
-    """The last operation whose effect the verified snapshot holds; -1 without one."""
+    """The last operation included in the verified snapshot; -1 without a snapshot."""
     snapshot_name: str | None
     """The verified snapshot's directory below ``snapshots/``."""
     newest_seq: int | None
     newest_name: str | None
-    """The same of a later snapshot, not verified since it was written; none if there is only one."""
+    """The last operation and directory of a later snapshot that is not verified yet; None if there is none."""
     corrupted: str | None
-    """Why the run cannot go on, if so."""
+    """Why the run cannot continue, or None."""
     is_unloaded: bool
 
     @property
     def resume_seq(self) -> int:
-        """The last operation whose effect need not be computed again."""
+        """The last operation that need not be replayed."""
         return self.snapshot_seq if self.newest_seq is None else self.newest_seq
 
     @property
     def resume_name(self) -> str | None:
-        """The snapshot that a restored run begins with."""
+        """The snapshot from which the run is restored."""
         return self.newest_name or self.snapshot_name
 
 
@@ -79,7 +79,7 @@ def create_run(
     optimizer_type: str,
     user_metadata: dict[str, str],
 ) -> Run:
-    """The session's run number ``model_seq_id``; a second call returns the first row, whatever it asks for."""
+    """Create the session's run number ``model_seq_id``. A second call returns the first row, whatever its arguments."""
     model_id, now = f"{session_id}:train:{model_seq_id}", utc_now()
     values = {
         "model_id": model_id,
@@ -105,7 +105,7 @@ def create_run(
 
 
 def check_room(c: Connection, session_id: str, model_seq_id: int, most: int) -> None:
-    """Refuse a new run of a session that has ``most``; a number that is taken is no new run."""
+    """Refuse a new run if the session already has ``most``. An existing number is not a new run."""
     members = select(func.count()).select_from(runs).where(runs.c.session_id == session_id)
     number = c.execute(members).scalar_one()
     if number >= most and get_run(c, f"{session_id}:train:{model_seq_id}") is None:
@@ -125,9 +125,9 @@ def list_runs(
     limit: int,
     offset: int,
 ) -> tuple[list[Run], int]:
-    """A page of the user's runs, newest first, and how many there are in all.
+    """Return a page of the user's runs, newest first, and their total number.
 
-    With ``include_published`` others' runs that have a public checkpoint are among them.
+    With ``include_published``, also include other users' runs with a public checkpoint.
     """
     wanted = runs.c.user_id == user_id
     if include_published:
@@ -142,15 +142,17 @@ def list_runs(
 
 
 def count_by_model(c: Connection, user_id: str) -> dict[str, int]:
-    """How many runs of each base model the user has."""
+    """Return the number of the user's runs by base model."""
     query = select(runs.c.base_model, func.count()).where(runs.c.user_id == user_id).group_by(runs.c.base_model)
     return dict(c.execute(query).all())
 
 
 def set_snapshot(c: Connection, model_id: str, seq: int, name: str) -> str | None:
-    """Make ``name`` the run's newest snapshot, valid after ``seq``, and return the name that nobody needs any more.
+    """Make ``name`` the run's newest snapshot, valid after ``seq``.
 
-    That is the newest so far, or ``name`` itself if the run already has a later one or does not exist.
+    Return the name of the snapshot that is now obsolete.
+
+    That is the previous newest one, or ``name`` itself if the run has a later snapshot or does not exist.
     """
     run = get_run(c, model_id)
     if run is None or run.resume_seq > seq:
@@ -160,7 +162,7 @@ def set_snapshot(c: Connection, model_id: str, seq: int, name: str) -> str | Non
 
 
 def confirm_snapshot(c: Connection, model_id: str, name: str) -> str | None:
-    """The newest snapshot, if it is ``name``, was verified; the one before it, which this returns, is not needed."""
+    """Mark the newest snapshot, if it is ``name``, as verified. Return the previous verified one, now obsolete."""
     newest = (runs.c.model_id == model_id) & (runs.c.newest_name == name)
     run = record_or_none(Run, c.execute(select(runs).where(newest)).one_or_none())
     if run is None:
@@ -171,7 +173,7 @@ def confirm_snapshot(c: Connection, model_id: str, name: str) -> str | None:
 
 
 def drop_newest(c: Connection, model_id: str, name: str) -> None:
-    """The newest snapshot, if it is ``name``, cannot be read: the run begins with the one before it."""
+    """Forget the newest snapshot, if it is ``name``, because it cannot be read. The verified one is used instead."""
     newest = (runs.c.model_id == model_id) & (runs.c.newest_name == name)
     c.execute(update(runs).where(newest).values(newest_seq=None, newest_name=None))
 
@@ -181,19 +183,19 @@ def touch_run(c: Connection, model_id: str, at: datetime) -> None:
 
 
 def touch_runs(c: Connection, used: dict[str, datetime]) -> None:
-    """Note when runs were last asked for something; collected by the caller and written in bulk."""
+    """Persist when runs were last used, buffered by the caller and written in bulk."""
     if used:
         c.execute(_TOUCH, [{"id": model_id, "at": at} for model_id, at in used.items()])
 
 
 def mark_corrupted(c: Connection, model_id: str, reason: str) -> None:
-    """The run cannot go on. The first reason stays."""
+    """Mark the run as unable to continue. The first reason wins."""
     first = (runs.c.model_id == model_id) & runs.c.corrupted.is_(None)
     c.execute(update(runs).where(first).values(corrupted=storable(reason)))
 
 
 def expire_runs(c: Connection, *, unused_before: datetime, reason: str, except_for: Iterable[str] = ()) -> list[Run]:
-    """Runs not used since then cannot go on, and give their snapshots up; returns them as they were."""
+    """Expire runs not used since ``unused_before`` and forget their snapshots. Return them as they were."""
     idle = (runs.c.last_request_at < unused_before) & (runs.c.snapshot_seq < EXPIRED)
     found = [record(Run, row) for row in c.execute(select(runs).where(idle).limit(1000))]
     kept = set(except_for)

@@ -1,4 +1,4 @@
-"""Sampling sessions: which weights, or which base model, a sampling client draws from, and when it last did."""
+"""Sampling sessions: the weights or base model that a sampling client samples from, and when it was last used."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class SamplingSession:
     seq: int
     base_model: str
     model_path: str | None
-    """The ``tinker://`` path it was made from; None for the base model and for unnamed weights."""
+    """The ``tinker://`` path it was created from; None for the base model and for unnamed weights."""
     model_id: str | None
     """The run whose unnamed weights it holds."""
     weights_id: str | None
@@ -44,7 +44,7 @@ def create_sampler(
     weights_id: str | None,
     model_id: str | None = None,
 ) -> SamplingSession:
-    """The session's sampler number ``seq``; a second call returns the first row, whatever it asks for."""
+    """Create the session's sampler number ``seq``. A second call returns the first row, whatever its arguments."""
     sampling_session_id, now = f"{session_id}:sample:{seq}", utc_now()
     values = {
         "sampling_session_id": sampling_session_id,
@@ -68,13 +68,13 @@ def get_sampler(c: Connection, sampling_session_id: str) -> SamplingSession | No
 
 
 def touch_samplers(c: Connection, used: dict[str, datetime]) -> None:
-    """Note when samplers were last used; collected by the caller and written in bulk."""
+    """Persist when samplers were last used, buffered by the caller and written in bulk."""
     if used:
         c.execute(_TOUCH, [{"id": sampling_session_id, "at": at} for sampling_session_id, at in used.items()])
 
 
 def join(c: Connection, sampling_session_id: str) -> int:
-    """The number of one more client of the sampler, from 1."""
+    """Allocate the number of another client of the sampler, starting at 1."""
     chosen = update(samplers).where(samplers.c.sampling_session_id == sampling_session_id)
     counted = chosen.values(client_counter=samplers.c.client_counter + 1).returning(samplers.c.client_counter)
     counter = c.execute(counted).scalar_one_or_none()
@@ -84,13 +84,13 @@ def join(c: Connection, sampling_session_id: str) -> int:
 
 
 def list_samplers(c: Connection, session_id: str) -> list[SamplingSession]:
-    """The session's samplers in the order of their numbers."""
+    """Return the session's samplers, ordered by number."""
     query = select(samplers).where(samplers.c.session_id == session_id).order_by(samplers.c.seq)
     return [record(SamplingSession, row) for row in c.execute(query)]
 
 
 def idle_ephemeral(c: Connection, *, keep_per_run: int, unused_before: datetime) -> list[SamplingSession]:
-    """Samplers of unnamed weights that may go: not used since then, and not among their run's newest."""
+    """Return the samplers of unnamed weights that may be evicted: idle, and not among their run's newest."""
     newest_first = (samplers.c.created_at.desc(), samplers.c.seq.desc())
     age = func.row_number().over(partition_by=samplers.c.model_id, order_by=newest_first).label("age")
     ranked = (
@@ -102,5 +102,5 @@ def idle_ephemeral(c: Connection, *, keep_per_run: int, unused_before: datetime)
 
 
 def delete_samplers(c: Connection, ids: Iterable[str]) -> int:
-    """Forget samplers and return how many there were; their weights go when nothing else names them."""
+    """Delete samplers and return how many there were. Their weights are deleted once nothing refers to them."""
     return c.execute(delete(samplers).where(samplers.c.sampling_session_id.in_(list(ids)))).rowcount

@@ -1,4 +1,4 @@
-"""Sessions: one per client program, with its labels, its last sign of life and how it ended."""
+"""Sessions: one per client program, with its labels, last heartbeat and outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session as a search shows it."""
+    """A session as a search returns it."""
 
     session: Session
     checkpoints_count: int
@@ -84,7 +84,7 @@ def get_session(c: Connection, session_id: str) -> Session | None:
 
 
 def touch_session(c: Connection, session_ids: dict[str, datetime]) -> None:
-    """Note the last signs of life; collected by the caller and written in bulk. An older moment changes nothing."""
+    """Persist heartbeats, buffered by the caller and written in bulk. Older times are ignored."""
     if session_ids:
         c.execute(_TOUCH, [{"id": session_id, "at": at} for session_id, at in session_ids.items()])
 
@@ -96,7 +96,7 @@ def finish_session(
     detail: str | None = None,
     status: SessionStatus = "client_finished",
 ) -> Session:
-    """End the session. The first reason stays; the row as it then is comes back."""
+    """Finish the session and return its row. The first reason wins."""
     active = (sessions.c.session_id == session_id) & (sessions.c.status == "active")
     detail = None if detail is None else storable(detail)
     c.execute(update(sessions).where(active).values(status=status, finish_reason=reason, finish_detail=detail))
@@ -104,7 +104,7 @@ def finish_session(
 
 
 def set_project(c: Connection, session_id: str, project_id: str | None) -> Session:
-    """Move the session with its runs and their checkpoints to another project."""
+    """Move the session, its runs and their checkpoints to another project."""
     c.execute(update(sessions).where(sessions.c.session_id == session_id).values(project_id=project_id))
     c.execute(update(runs).where(runs.c.session_id == session_id).values(project_id=project_id))
     members = select(runs.c.model_id).where(runs.c.session_id == session_id)
@@ -113,13 +113,13 @@ def set_project(c: Connection, session_id: str, project_id: str | None) -> Sessi
 
 
 def list_sessions(c: Connection, user_id: str, limit: int, offset: int) -> list[str]:
-    """A page of the user's session ids, newest first."""
+    """Return a page of the user's session ids, newest first."""
     query = select(sessions.c.session_id).where(sessions.c.user_id == user_id).order_by(*_NEWEST_FIRST)
     return list(c.execute(query.limit(limit).offset(offset)).scalars())
 
 
 def session_members(c: Connection, session_id: str) -> tuple[list[str], list[str]]:
-    """The ids of the session's runs and samplers, in the order of their numbers."""
+    """Return the ids of the session's runs and samplers, ordered by number."""
     run_ids = select(runs.c.model_id).where(runs.c.session_id == session_id).order_by(runs.c.model_seq_id)
     sampler_ids = select(samplers.c.sampling_session_id).where(samplers.c.session_id == session_id)
     return list(c.execute(run_ids).scalars()), list(c.execute(sampler_ids.order_by(samplers.c.seq)).scalars())
@@ -128,7 +128,7 @@ def session_members(c: Connection, session_id: str) -> tuple[list[str], list[str
 def search_sessions(
     c: Connection, *, user_ids: Sequence[str] | None, request: SessionSearchRequest
 ) -> list[SessionRow]:
-    """One page of the sessions of ``user_ids`` (None: of everybody), newest first; a short page is the last one."""
+    """Return a page of the sessions of ``user_ids`` (None: everybody), newest first. A short page is the last one."""
     found: list[Session] = []
     after = (request.cursor.last_created_at, request.cursor.last_session_id) if request.cursor else None
     where = _search_filter(user_ids, request)
@@ -137,7 +137,7 @@ def search_sessions(
         if after is not None:
             query = query.where(tuple_(sessions.c.created_at, sessions.c.session_id) < tuple_(*_bound(after)))
         page = [record(Session, row) for row in c.execute(query)]
-        # The database compares metadata as text, which may find too much, never too little.
+        # The SQL filter compares metadata as text and may match too much, but never too little.
         found += [session for session in page if request.user_metadata.items() <= session.user_metadata.items()]
         if len(page) < request.limit:
             break

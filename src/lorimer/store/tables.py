@@ -1,7 +1,7 @@
-"""The tables of the database and the types of their columns, the same on SQLite and PostgreSQL.
+"""The database tables and their column types, the same on SQLite and PostgreSQL.
 
-A change here needs a new file in `migrations/versions`; a test compares the two. What the rows mean is written in the
-module named like the table, which is also the only one that touches it.
+A change here needs a new file in `migrations/versions`; a test compares the two. The module named like a table
+documents its rows and is the only one that accesses it.
 """
 
 from datetime import UTC, datetime
@@ -34,7 +34,7 @@ SCHEMA_VERSION = "0005"
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment: stored in UTC with microseconds, given back aware."""
+    """A timestamp: stored in UTC with microseconds, returned as an aware datetime."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -53,7 +53,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class Json(TypeDecorator[Any]):
-    """A value kept as JSON text: the same bytes on both databases, never interpreted by them."""
+    """A value stored as JSON text: the same bytes on both databases, which never interpret them."""
 
     impl = Text
     cache_ok = True
@@ -75,7 +75,7 @@ metadata = MetaData(
 )
 
 
-# SQLite counts rows by itself only in a column called INTEGER, which has 64 bits there.
+# SQLite autoincrements only a column declared INTEGER, which has 64 bits there.
 _NUMBER = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -92,9 +92,9 @@ def _time(name: str, *, null: bool = False) -> Column[datetime]:
 
 
 def _part(name: str, *columns: str, where: str) -> Index:
-    """An index over the rows that satisfy ``where`` only, which queries must repeat without parameters to use it.
+    """Create a partial index. Queries must repeat ``where`` without parameters to use it.
 
-    A name alone is a boolean column, which SQLAlchemy compares with 1 on SQLite.
+    A bare name is a boolean column, which SQLAlchemy compares with 1 on SQLite.
     """
     on_sqlite = f"{where} = 1" if where.isidentifier() else where
     return Index(name, *columns, sqlite_where=text(on_sqlite), postgresql_where=text(where))
@@ -123,7 +123,7 @@ api_keys = Table(
     _time("created_at"),
     _time("last_used_at", null=True),
     _time("revoked_at", null=True),
-    sqlite_autoincrement=True,  # the number of a removed key never names another
+    sqlite_autoincrement=True,  # the id of a removed key is never reused
 )
 
 sessions = Table(
@@ -196,7 +196,7 @@ futures = Table(
     Column("result_size", BigInteger, nullable=False),
     _text("payload_sha256"),
     Column("holds_bytes", Boolean, nullable=False),
-    # Requests without a number (NULL) are all different for both databases, so each gets its own row.
+    # Both databases treat NULL numbers as distinct, so each request without a number gets its own row.
     UniqueConstraint("lane", "seq_id"),
     Index(None, "session_id", "received_at"),
     Index(None, "finished_at"),
@@ -249,7 +249,7 @@ checkpoints = Table(
     _time("created_at"),
     _time("expires_at", null=True),
     UniqueConstraint("model_id", "kind", "name"),
-    # With the last column the user's checkpoints are counted without reading them.
+    # The last column makes counting the user's checkpoints an index-only scan.
     Index("ix_checkpoints_user", "user_id", "created_at", "checkpoint_key", "expires_at"),
     Index(None, "model_id", "created_at"),
     _part("ix_checkpoints_expires", "expires_at", where="expires_at IS NOT NULL"),
@@ -266,7 +266,7 @@ samplers = Table(
     _text("base_model"),
     _text("model_path", null=True),
     _text("model_id", null=True),
-    # Not a foreign key: a sampler outlives its weights, and says so when it is used.
+    # Not a foreign key: a sampler outlives its weights and reports that when it is used.
     Column("weights_id", Text, nullable=True, index=True),
     _time("created_at"),
     _time("last_used_at"),
@@ -298,7 +298,7 @@ metrics = Table(
     Column("data", LargeBinary, nullable=False),
     Index(None, "model_id", "entry_id"),
     Index("ix_metrics_number", "model_id", "source", "number", "is_step", "weight"),
-    sqlite_autoincrement=True,  # a cursor is the number of an entry, and must not meet another of the same number
+    sqlite_autoincrement=True,  # a cursor is an entry id, so ids must never be reused
 )
 
 metric_names = Table(
@@ -319,7 +319,7 @@ usage = Table(
     "usage",
     metadata,
     Column("bucket_start", UtcDateTime, primary_key=True),
-    # A key column cannot be NULL, so the absence of a session or project is the empty string.
+    # A key column cannot be NULL, so an absent session or project is stored as the empty string.
     *(_id(name) for name in ("user_id", "session_id", "project_id", "base_model", "kind")),
     Column("amount", BigInteger, nullable=False),
     Index(None, "user_id", "bucket_start"),
@@ -362,10 +362,10 @@ idempotency = Table(
 
 
 def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """The database's own INSERT, which has ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
+    """Return the dialect's INSERT, which supports ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
     return insert_for(connection.dialect.name, table)
 
 
 def insert_for(dialect: str, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """The same by the name of the database, for statements that are built once."""
+    """Return the dialect's INSERT by the dialect's name, for cached statements."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

@@ -1,6 +1,6 @@
-"""Events the SDK reports about itself: the newest thousand of each session.
+"""Events that the SDK reports about itself: the newest thousand per session.
 
-The server removes credentials from them before.
+The server redacts credentials before events get here.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ KEPT_PER_SESSION = 1000
 
 
 def add_events(c: Connection, session_id: str, user_id: str, events: Sequence[dict[str, Any]]) -> None:
-    """Keep the events; the session's oldest go when it has more than a thousand."""
+    """Store the events, and delete the session's oldest beyond a thousand."""
     now = utc_now()
     kept = events[-KEPT_PER_SESSION:]
     if not kept:
@@ -29,6 +29,6 @@ def add_events(c: Connection, session_id: str, user_id: str, events: Sequence[di
 
 
 def events(c: Connection, session_id: str) -> list[dict[str, Any]]:
-    """The session's events, oldest first."""
+    """Return the session's events, oldest first."""
     query = select(telemetry.c.event).where(telemetry.c.session_id == session_id).order_by(telemetry.c.event_id)
     return list(c.execute(query).scalars())

@@ -1,7 +1,7 @@
-"""Copies whole databases: SQLite into a file, and every row between SQLite and PostgreSQL through our own tables.
+"""Copies whole databases: SQLite into a file, and all rows between SQLite and PostgreSQL.
 
-The copy of a database is always a SQLite file, so a backup of either database can be restored into either. Numbers
-that count up go on where they were: a removed key's number never names another, and a cursor meets no other entry.
+A copy is always a SQLite file, so a backup of either database can be restored into either. Autoincrement counters
+continue where they were: the id of a removed key is never reused, and neither is a cursor's entry id.
 """
 
 import sqlite3
@@ -23,14 +23,14 @@ from lorimer.store.tables import SCHEMA_VERSION, metadata
 Report = Callable[[str, float | None], None]
 
 _ROWS_TOGETHER = 200
-"""A row can have 256 KiB inline, so this is at most 50 MiB."""
+"""A row can have 256 KiB inline, so a batch takes at most 50 MiB."""
 _PAGES_TOGETHER = 4000
 
 
 def copy_database(url: URL, file: Path, report: Report) -> dict[str, int]:
-    """Write the committed state of one moment into the SQLite file ``file``; return the rows of each table.
+    """Copy one committed snapshot of the database into the SQLite file ``file``. Return the number of rows per table.
 
-    Neither writers nor readers wait for it.
+    Blocks neither writers nor readers.
     """
     try:
         make_private_file(sqlite_url(file))
@@ -55,7 +55,7 @@ def _copy_sqlite(source: str, file: Path, report: Report) -> None:
 
     with closing(sqlite3.connect(source, isolation_level=None)) as origin, closing(sqlite3.connect(file)) as copy:
         origin.execute("PRAGMA query_only = ON")
-        # An open read transaction keeps every step of the copy at the same commit, whatever is written meanwhile.
+        # An open read transaction pins every step of the copy to the same commit, whatever is written meanwhile.
         origin.execute("BEGIN")
         _require_current(_revision(origin))
         origin.backup(copy, pages=_PAGES_TOGETHER, progress=progress)
@@ -89,7 +89,7 @@ def _export(url: URL, file: Path, report: Report) -> None:
 
 
 def _check(file: Path) -> dict[str, int]:
-    """Rows of each table; ``StorageError`` if the copy, and so what it was made of, is damaged."""
+    """Return the number of rows per table. Raise ``StorageError`` if the copy, and therefore its source, is damaged."""
     with closing(sqlite3.connect(file)) as copy:
         found = [row[0] for row in copy.execute("PRAGMA integrity_check")]
         found += [
@@ -116,13 +116,13 @@ def _copy_rows(source: Connection, target: Connection, report: Report) -> None:
 
 
 def _counted(table: Table) -> str | None:
-    """The column whose values the database counts up."""
+    """Return the autoincrement column of a table, if any."""
     column = table.autoincrement_column
     return None if column is None else column.name
 
 
 def _last_number(c: Connection, table: Table, column: str) -> int:
-    """The highest number that was ever given, as far as the database remembers."""
+    """Return the highest id ever allocated, as far as the database remembers."""
     highest = c.scalar(select(func.max(table.c[column]))) or 0
     if c.dialect.name == "postgresql":
         remembered = c.scalar(
@@ -154,7 +154,7 @@ def _sequence(c: Connection, table: Table, column: str) -> str:
 
 
 def migrate_file(file: Path) -> None:
-    """Bring a restored SQLite file to the current schema."""
+    """Migrate a restored SQLite file to the current schema."""
     try:
         with writer_engine(sqlite_url(file), "process", {}).connect() as connection:
             migrate(connection)
@@ -163,9 +163,9 @@ def migrate_file(file: Path) -> None:
 
 
 def import_database(file: Path, url: URL, report: Report, *, replace: bool) -> None:
-    """Fill the PostgreSQL database ``url`` with the rows of ``file``, all of them or none.
+    """Replace the rows of the PostgreSQL database ``url`` by those of ``file``, in one transaction.
 
-    Refuses a database that another server has, and one that has rows unless ``replace`` is set.
+    Refuses a database that another server uses, and one with rows unless ``replace`` is set.
     """
     try:
         with writer_engine(url, "power", {}).connect() as target:
@@ -180,7 +180,7 @@ def import_database(file: Path, url: URL, report: Report, *, replace: bool) -> N
 
 
 def has_rows(url: URL) -> bool:
-    """Whether a PostgreSQL database has anything of ours."""
+    """Return whether a PostgreSQL database has any rows in Lorimer's tables."""
     try:
         with create_engine(url, poolclass=NullPool).connect() as c:
             present = set(inspect(c).get_table_names())

@@ -1,4 +1,4 @@
-"""What was used, by hour: tokens trained and sampled and checkpoints saved, for each user, session and project."""
+"""Hourly usage: tokens trained and sampled, and checkpoints saved, per user, session and project."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class UsageItem:
     base_model: str
     kind: UsageKind
     amount: int
-    """Tokens, or for checkpoints their number."""
+    """The number of tokens, or of checkpoints."""
     at: datetime
 
 
 @dataclass(frozen=True)
 class UsageBucket:
-    """All of one kind in one hour."""
+    """The total of one kind in one hour."""
 
     bucket_start: datetime
     user_id: str
@@ -48,7 +48,7 @@ _KEY = ["bucket_start", "user_id", "session_id", "project_id", "base_model", "ki
 
 
 def record(c: Connection, items: Sequence[UsageItem]) -> None:
-    """Add the items to the hours they fall into."""
+    """Add the items to their hourly buckets."""
     totals: Counter[tuple[datetime, str, str, str, str, str]] = Counter()
     for item in items:
         hour = item.at.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
@@ -61,7 +61,7 @@ def record(c: Connection, items: Sequence[UsageItem]) -> None:
     c.execute(_add(c.dialect.name), rows)
 
 
-@lru_cache  # building it takes as long as all else that ends a request
+@lru_cache  # building the statement takes as long as everything else that finishes a request
 def _add(dialect: str) -> sqlite.Insert | postgresql.Insert:
     statement = insert_for(dialect, usage)
     added = {"amount": usage.c.amount + statement.excluded.amount}
@@ -69,7 +69,7 @@ def _add(dialect: str) -> sqlite.Insert | postgresql.Insert:
 
 
 def usage_events(c: Connection, *, user_id: str | None = None, start: datetime, end: datetime) -> list[UsageBucket]:
-    """The hours from ``start`` (included) to ``end`` (not included), of all users or one, oldest first."""
+    """Return the hourly buckets from ``start`` to before ``end``, of all users or one, oldest first."""
     query = select(usage).where(usage.c.bucket_start >= start, usage.c.bucket_start < end)
     if user_id is not None:
         query = query.where(usage.c.user_id == user_id)

@@ -1,4 +1,7 @@
-"""Users and their API keys. A key is shown once, when made; the database holds its SHA-256 and first characters."""
+"""Users and their API keys.
+
+A secret is shown once, at creation; the database stores its SHA-256 and first characters.
+"""
 
 import hashlib
 import hmac
@@ -26,9 +29,9 @@ class User:
     email: str
     created_at: datetime
     max_stored_bytes: int | None = None
-    """Most bytes of checkpoints; None is the server's setting, 0 no limit."""
+    """Limit on the bytes of checkpoints; None means the server's setting, 0 no limit."""
     requests_per_second: float | None = None
-    """None is the server's setting, 0 no limit."""
+    """None means the server's setting, 0 no limit."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class ApiKey:
     name: str
     note: str
     prefix: str
-    """The first characters of the secret, by which its owner recognises it."""
+    """The first characters of the secret, by which its owner recognizes it."""
     created_at: datetime
     last_used_at: datetime | None
     revoked_at: datetime | None
@@ -53,7 +56,7 @@ _CANDIDATES = (
 
 
 def ensure_user(c: Connection, name: str, email: str = "") -> User:
-    """The user called ``name``, made now if there is none; an existing user keeps their address."""
+    """Return the user called ``name``, created if missing. An existing user keeps their email address."""
     values = {"user_id": new_id(), "name": storable(name), "email": storable(email), "created_at": utc_now()}
     c.execute(insert(c, users).values(values).on_conflict_do_nothing())
     return record(User, c.execute(select(users).where(users.c.name == values["name"])).one())
@@ -64,12 +67,12 @@ def get_user(c: Connection, user_id: str) -> User | None:
 
 
 def list_users(c: Connection) -> dict[str, User]:
-    """All users by their ids."""
+    """Return all users by id."""
     return {user.user_id: user for user in (record(User, row) for row in c.execute(select(users)))}
 
 
 def set_quotas(c: Connection, name: str, values: Mapping[str, float | None]) -> User:
-    """Give a user quotas of their own; those not named in ``values`` stay."""
+    """Set a user's own quotas. Quotas not named in ``values`` stay unchanged."""
     chosen = users.c.name == storable(name)
     if c.execute(select(users.c.user_id).where(chosen)).one_or_none() is None:
         raise NotFound(f"there is no user {name!r}; `lorimer key list` has them")
@@ -79,7 +82,7 @@ def set_quotas(c: Connection, name: str, values: Mapping[str, float | None]) -> 
 
 
 def create_key(c: Connection, user_name: str, name: str, note: str = "") -> tuple[ApiKey, str]:
-    """A new key for ``user_name``, who is made if unknown, and its secret, which cannot be read again."""
+    """Create a key for ``user_name``, creating the user if needed. Return it with its secret, which is not stored."""
     secret = KEY_PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(40))
     values = {
         "user_id": ensure_user(c, user_name).user_id,
@@ -107,7 +110,7 @@ def find_key(c: Connection, secret: str) -> tuple[ApiKey, User] | None:
 
 
 def list_keys(c: Connection, user_id: str | None = None) -> list[ApiKey]:
-    """All keys, or those of one user, revoked ones included, oldest first."""
+    """Return all keys, or those of one user, including revoked ones, oldest first."""
     query = select(*_KEY_COLUMNS).order_by(api_keys.c.key_id)
     if user_id is not None:
         query = query.where(api_keys.c.user_id == user_id)
@@ -115,20 +118,20 @@ def list_keys(c: Connection, user_id: str | None = None) -> list[ApiKey]:
 
 
 def revoke_key(c: Connection, key_id: int) -> bool:
-    """Whether the key existed and was not revoked before."""
+    """Revoke a key. Return False if it does not exist or was already revoked."""
     wanted = (api_keys.c.key_id == key_id) & api_keys.c.revoked_at.is_(None)
     return c.execute(update(api_keys).where(wanted).values(revoked_at=utc_now())).rowcount == 1
 
 
 def touch_keys(c: Connection, used: dict[int, datetime]) -> None:
-    """Note when keys were last used; collected by the caller and written in bulk."""
+    """Persist when keys were last used, buffered by the caller and written in bulk."""
     if used:
         statement = update(api_keys).where(api_keys.c.key_id == bindparam("key")).values(last_used_at=bindparam("at"))
         c.execute(statement, [{"key": key, "at": at} for key, at in used.items()])
 
 
 def has_keys(c: Connection) -> bool:
-    """Whether any key can be used."""
+    """Return whether any key is usable."""
     return bool(c.execute(select(exists().where(api_keys.c.revoked_at.is_(None)))).scalar_one())
 
 

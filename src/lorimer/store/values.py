@@ -1,4 +1,4 @@
-"""What every feature module makes its rows of: random ids, moments, and text the databases accept."""
+"""Helpers for building rows: random ids, timestamps, and text that both databases accept."""
 
 import secrets
 from datetime import UTC, datetime
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def new_id() -> str:
-    """128 random bits, in hexadecimal."""
+    """Return 128 random bits in hexadecimal."""
     return secrets.token_hex(16)
 
 
@@ -19,12 +19,12 @@ def utc_now() -> datetime:
 
 
 def storable(text: str) -> str:
-    """``text`` without what PostgreSQL or UTF-8 cannot hold: NUL and lone surrogates become question marks."""
+    """Replace NUL and lone surrogates, which PostgreSQL or UTF-8 cannot store, by question marks."""
     return text.replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def record(kind: type[T], row: Row[Any]) -> T:
-    """The dataclass ``kind`` filled from a row that has a column for each field."""
+    """Build the dataclass ``kind`` from a row with a column for each field."""
     return kind(**row._mapping)
 
 

@@ -30,7 +30,7 @@ class Weights:
     has_optimizer: bool
     size_bytes: int
     files: dict[str, WeightsFile]
-    """By path relative to the directory."""
+    """Keyed by path relative to the directory."""
     created_at: datetime
 
 
@@ -48,7 +48,7 @@ def add_weights(
     size_bytes: int,
     files: dict[str, WeightsFile],
 ) -> Weights:
-    """Record a complete directory; a second call for the same directory returns the first row."""
+    """Record a complete directory. A second call for the same directory returns the first row."""
     values = {
         "weights_id": new_id(),
         "name": name,
@@ -72,9 +72,10 @@ def get_weights(c: Connection, weights_id: str) -> Weights | None:
 
 
 def unreferenced(c: Connection, *, sampler_idle_before: datetime) -> list[Weights]:
-    """Weights that no checkpoint names, no sampler has used since ``sampler_idle_before``, and no run's sampler holds.
+    """Return weights without a checkpoint, without a recently used sampler and without a sampler of a run.
 
-    Younger weights are not among them: the checkpoint or sampler they were saved for may be about to be written.
+    Weights younger than ``sampler_idle_before`` are excluded, because their checkpoint or sampler may be about to be
+    committed.
     """
     named = exists().where(checkpoints.c.weights_id == weights.c.weights_id)
     is_held = or_(samplers.c.last_used_at >= sampler_idle_before, samplers.c.model_id.is_not(None))
@@ -84,7 +85,7 @@ def unreferenced(c: Connection, *, sampler_idle_before: datetime) -> list[Weight
 
 
 def delete_weights(c: Connection, ids: Iterable[str]) -> list[Weights]:
-    """Delete the rows no checkpoint names and return them; their directories may be removed after that."""
+    """Delete the rows that no checkpoint refers to and return them. The caller may then delete their directories."""
     named = exists().where(checkpoints.c.weights_id == weights.c.weights_id)
     chosen = delete(weights).where(weights.c.weights_id.in_(list(ids)), ~named)
     return [record(Weights, row) for row in c.execute(chosen.returning(*weights.c))]

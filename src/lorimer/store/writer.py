@@ -1,8 +1,8 @@
-"""The one thread that writes: it takes what has queued up, runs it in one transaction, commits, then answers.
+"""The writer thread: runs all queued jobs in one transaction, commits, then notifies their callers (group commit).
 
-A job that fails takes back only its own changes. A group for which there is no room is run again job by job, so that
-one large job does not fail the others. After a lost connection the group is run again, unless the database says that
-it was committed.
+A failing job rolls back only its own changes. If the disk is too full for a group, its jobs are retried one by one, so
+that one large job does not fail the others. After a lost connection the group is retried, unless the database reports
+that it was committed.
 """
 
 import threading
@@ -17,9 +17,9 @@ from lorimer.errors import StorageError
 from lorimer.store.blobs import BlobFiles
 from lorimer.store.connections import (
     disconnect,
-    fits_alone,
     is_failing_database,
     is_passing,
+    may_succeed_alone,
     release_server_lock,
     take_server_lock,
     translate,
@@ -30,7 +30,7 @@ _MAX_JOBS = 256
 
 
 class CommitUnknown(Exception):
-    """The connection was lost during the commit of transaction ``xid``."""
+    """The connection was lost while transaction ``xid`` was being committed."""
 
     def __init__(self, xid: str) -> None:
         super().__init__(xid)
@@ -38,7 +38,7 @@ class CommitUnknown(Exception):
 
 
 class Writer:
-    """The writing thread and its connection. ``submit`` may be called from any thread."""
+    """The writer thread and its connection. ``submit`` is thread-safe."""
 
     def __init__(self, engine: Engine, files: BlobFiles, directory: Path, retry_seconds: float) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class Writer:
             self._queue.put(job)
 
     def close(self) -> None:
-        """Run what was submitted, then end the thread."""
+        """Run all submitted jobs, then stop the thread."""
         with self._accepts:
             if not self._closing.is_set():
                 self._closing.set()
@@ -68,7 +68,7 @@ class Writer:
         self._thread.join()
 
     def hold_server_lock(self, connection: Connection) -> None:
-        """A job: be the only server of a PostgreSQL database, also after every reconnection."""
+        """Take the server lock of a PostgreSQL database, as a job. Every reconnection takes it again."""
         if connection.dialect.name == "postgresql":
             take_server_lock(connection)
             self._holds_server_lock = True
@@ -78,7 +78,7 @@ class Writer:
         while is_open:
             group, is_open = self._next_group()
             if group:
-                self._run_surely(group)
+                self._run_to_end(group)
                 deliver(group)
         if self._holds_server_lock and self._connection is not None:
             with suppress(DBAPIError):
@@ -86,7 +86,7 @@ class Writer:
         self._disconnect()
 
     def _next_group(self) -> tuple[list[Job], bool]:
-        """Everything that is waiting, at least one job; False after the last."""
+        """Wait for a job and return it with all others queued behind it. The flag is False after the last group."""
         group: list[Job] = []
         job = self._queue.get()
         while job is not None:
@@ -99,14 +99,14 @@ class Writer:
                 return group, True
         return group, False
 
-    def _run_surely(self, group: list[Job]) -> None:
-        """Run the group to its end: committed, or each job with its error."""
+    def _run_to_end(self, group: list[Job]) -> None:
+        """Run the group until it is committed or every job has its error."""
         try:
             self._run_with_retries(group)
         except BaseException as error:
-            if len(group) > 1 and fits_alone(error):
+            if len(group) > 1 and may_succeed_alone(error):
                 for job in group:
-                    self._run_surely([job])
+                    self._run_to_end([job])
                 return
             for job in group:
                 job.error = translate(error, self._directory)
@@ -118,12 +118,12 @@ class Writer:
             try:
                 if open_xid is not None and self._was_committed(open_xid):
                     return self._files.committed()
-                self._files.back_to()
+                self._files.roll_back()
                 return self._transact(group)
             except CommitUnknown as unknown:
                 open_xid = unknown.xid
                 if not patience.wait():
-                    # The files may belong to committed rows; if not, the sweep at the next start removes them.
+                    # The files may belong to committed rows. If not, the sweep at the next start deletes them.
                     self._files.forget()
                     raise StorageError("the database was lost during a commit; it may have been made or not") from None
             except (DBAPIError, StorageError) as error:
@@ -136,7 +136,7 @@ class Writer:
             if not self._run_jobs(connection, group, with_savepoints=False):
                 if len(group) == 1:
                     return
-                # Failures are rare: only when there is one do the others pay for their savepoints.
+                # Failures are rare, so savepoints are used only on the retry after one.
                 self._run_jobs(connection, group, with_savepoints=True)
             self._commit(connection)
         except CommitUnknown:
@@ -144,17 +144,20 @@ class Writer:
             raise
         except BaseException:
             self._disconnect()
-            self._files.back_to()
+            self._files.roll_back()
             raise
 
     def _run_jobs(self, connection: Connection, group: list[Job], *, with_savepoints: bool) -> bool:
-        """Whether there is something to commit; without savepoints the first failure rolls everything back."""
+        """Run the group in a transaction.
+
+        Return whether to commit; without savepoints the first failure rolls back all jobs.
+        """
         transaction = connection.begin()
         for job in group:
             self._run_job(connection, job, with_savepoint=with_savepoints)
             if job.error is not None and not with_savepoints:
                 transaction.rollback()
-                self._files.back_to()
+                self._files.roll_back()
                 return False
         return True
 
@@ -169,7 +172,7 @@ class Writer:
         self._files.committed()
 
     def _run_job(self, connection: Connection, job: Job, *, with_savepoint: bool) -> None:
-        """Run one job of the group; with a savepoint its failure leaves the others' changes in place."""
+        """Run one job of the group. With a savepoint, its failure does not affect the other jobs' changes."""
         mark = self._files.mark()
         savepoint = connection.begin_nested() if with_savepoint else None
         try:
@@ -182,7 +185,7 @@ class Writer:
             job.error = translate(error, self._directory)
             if savepoint is not None:
                 savepoint.rollback()
-                self._files.back_to(mark)
+                self._files.roll_back(mark)
 
     def _was_committed(self, xid: str) -> bool:
         connection = self._connect()
@@ -216,7 +219,7 @@ class Writer:
 
 
 def _open_xid(connection: Connection) -> str | None:
-    """What to ask PostgreSQL about a commit whose answer was lost; None if nothing was written."""
+    """Return the transaction id with which to query a commit whose reply was lost; None if nothing was written."""
     if connection.dialect.name != "postgresql":
         return None
     xid: str | None = connection.scalar(text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)"))

@@ -1,7 +1,7 @@
-"""What travels on the wire, under the names of the official ``tinker.types`` and some of our own. For every process.
+"""Wire types, under the names of the official ``tinker.types`` plus some of Lorimer's own. Used by every process.
 
-The encodings of requests and results are in ``encoding``, compression in ``compression``, and what differs between
-releases of the SDK in ``compatibility``.
+``encoding`` encodes requests and results, ``compression`` compresses bodies, and ``compatibility`` handles the
+differences between releases of the SDK.
 """
 
 from lorimer.types.admin import (

@@ -1,4 +1,4 @@
-"""Who a key belongs to, what was done and what was used: identity, the audit log and billing."""
+"""Messages about identity, the audit log and billing."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -32,7 +32,7 @@ class ApiKeyDetails(Response):
 
 
 class ApiKeyResponse(Response):
-    """The key that was presented, as ``tinker auth login`` shows it."""
+    """The key of the request, as ``tinker auth login`` shows it."""
 
     key_id: int
     name: str
@@ -98,7 +98,7 @@ BillingEventInfo = Annotated[
 
 
 class BillingUsageEvent(Response):
-    """What was used in one hour, of one kind."""
+    """The usage of one kind in one hour."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -139,10 +139,10 @@ class CurrentCheckpointStorageUsageItem(Response):
 
 
 class UserQuotas(Response):
-    """What the caller may use, with all of their keys together; None is no limit."""
+    """The caller's quotas, shared by all of their keys; None means no limit."""
 
     stored_bytes: int
-    """Of their checkpoints, now."""
+    """The current size of their checkpoints."""
     max_stored_bytes: int | None = None
     requests_per_second: float | None = None
 
@@ -151,4 +151,4 @@ class CurrentCheckpointStorageUsageResponse(Response):
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
     quotas: UserQuotas | None = None
-    """Of the caller; the official service does not say it."""
+    """The caller's quotas; the official service does not send them."""

@@ -1,9 +1,9 @@
-"""The two kinds of JSON model, and how their errors read.
+"""Base classes of the JSON models, and the formatting of their validation errors.
 
-Requests refuse unknown fields, numbers that are not finite, and null where a field has no such value: that is how NaN
-and infinity arrive from the official SDK, and a default in their place would train with numbers that nobody gave.
-Fields that may be absent have ``None`` as a value, which releases up to 0.16 send as null. Responses ignore what they
-do not know, so that an old client can talk to a new server.
+Requests refuse unknown fields, non-finite numbers, and null where a field has no such value: the official SDK sends NaN
+and infinity as null, and a default in their place would train with numbers that nobody gave. Optional fields accept
+``None``, which releases up to 0.16 send as null. Responses ignore unknown fields, so that an old client can talk to a
+new server.
 """
 
 from functools import lru_cache
@@ -23,18 +23,21 @@ from pydantic_core import CoreSchema
 from lorimer.errors import InvalidInput
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""An integer that a database and an array can hold."""
+"""An integer that fits into a database column and an array."""
 Counter = Annotated[int, Field(ge=0, lt=2**63)]
 """A sequence id, or another number that counts up from 0."""
 
 
 MAX_ERRORS = 5
-"""Shown of one body. Its lists and objects stop at the first error in them, so that few more are ever built."""
+"""How many errors of one body are shown.
+
+Validation of a list or object stops at its first error, so few more are built.
+"""
 _CONTAINERS = frozenset({"list", "set", "frozenset", "tuple", "dict"})
 
 
 def stop_at_first_error(schema: CoreSchema) -> CoreSchema:
-    """The schema, changed so that a list or object of a million wrong values gives one error."""
+    """Make every list and object of the schema fail fast, so that a million wrong values give one error."""
     left: list[Any] = [schema]
     seen: set[int] = set()
     while left:
@@ -44,7 +47,7 @@ def stop_at_first_error(schema: CoreSchema) -> CoreSchema:
         seen.add(id(item))
         if isinstance(item, dict):
             kind = item.get("type")
-            if isinstance(kind, str) and kind in _CONTAINERS:  # else these are fields, one of them called type
+            if isinstance(kind, str) and kind in _CONTAINERS:  # else a dict of fields, one named "type"
                 item["fail_fast"] = True
             left += [child for child in item.values() if isinstance(child, dict | list)]
         else:
@@ -53,7 +56,7 @@ def stop_at_first_error(schema: CoreSchema) -> CoreSchema:
 
 
 def with_one_unknown(model: type[BaseModel], values: Any) -> Any:
-    """The values without all but the first of the fields that the model does not know, which it refuses."""
+    """Drop all unknown fields but the first, so that a model that forbids them reports only one."""
     if not isinstance(values, dict) or model.model_config.get("extra") != "forbid":
         return values
     known = _field_names(model)
@@ -65,7 +68,7 @@ def with_one_unknown(model: type[BaseModel], values: Any) -> Any:
 
 @lru_cache(maxsize=1000)
 def _field_names(model: type[BaseModel]) -> frozenset[str]:
-    """The names by which fields are read."""
+    """Return the names by which fields are read."""
     names: set[str] = set()
     for name, field in model.model_fields.items():
         alias = field.validation_alias
@@ -79,7 +82,7 @@ def _field_names(model: type[BaseModel]) -> frozenset[str]:
 
 
 class Response(BaseModel):
-    """What a server answers; unknown fields are ignored."""
+    """A message from the server; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -88,7 +91,7 @@ class Response(BaseModel):
 
 
 class Request(BaseModel):
-    """What a client sends; unknown fields are refused."""
+    """A message from the client; unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -109,7 +112,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def validate(model: type[M], values: object, where: str = "") -> M:
-    """An instance of ``model`` from decoded JSON, or ``InvalidInput`` with paths of wrong fields below ``where``."""
+    """Validate decoded JSON as ``model``. Raise ``InvalidInput`` with the paths of the wrong fields below ``where``."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -117,7 +120,7 @@ def validate(model: type[M], values: object, where: str = "") -> M:
 
 
 def explain(error: ValidationError, where: str = "") -> str:
-    """The error as one line: for each wrong field its path and what is accepted, five at most."""
+    """Format the error as one line: the path of each wrong field and what is accepted, at most five."""
     found = error.errors(include_url=False, include_context=False, include_input=True)
     lines = []
     for item in found[:MAX_ERRORS]:
@@ -136,7 +139,7 @@ def _path(path: str, location: tuple[int | str, ...]) -> str:
 
 
 def shown_input(value: object) -> str:
-    """A wrong value as errors quote it."""
+    """Format a wrong value for an error message."""
     if value is None:
         return "null, as which NaN and infinity arrive too; a field that is left out has its default"
     if isinstance(value, dict | list):

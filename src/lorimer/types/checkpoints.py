@@ -1,4 +1,4 @@
-"""Saving, loading, listing and copying weights, and the runs they belong to."""
+"""Messages to save, load, list and copy weights, and to list their runs."""
 
 from datetime import datetime
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from lorimer.types.paths import CheckpointType, ParsedCheckpointTinkerPath, cons
 
 
 class SaveWeightsRequest(Request):
-    """``path`` is the name of the checkpoint, in spite of the word."""
+    """``path`` is the name of the checkpoint, despite its name."""
 
     model_id: str
     path: str | None = None
@@ -29,7 +29,7 @@ class SaveWeightsResponse(Response):
 
 
 class SaveWeightsForSamplerRequest(Request):
-    """With ``path`` a checkpoint of that name; with ``sampling_session_seq_id`` a sampling session without one."""
+    """``path`` creates a checkpoint of that name, ``sampling_session_seq_id`` a sampling session without one."""
 
     model_id: str
     path: str | None = None
@@ -78,7 +78,7 @@ class SaveWeightsExternalResponse(Response):
 
 
 class LoadWeightsRequest(Request):
-    """Addressed by model and sequence id, or by session and model sequence id, which makes the model."""
+    """Addressed by model and sequence id, or by session and model sequence id, which creates the model."""
 
     model_id: str | None = None
     seq_id: Counter | None = None
@@ -88,7 +88,7 @@ class LoadWeightsRequest(Request):
     user_metadata: dict[str, Any] | None = None
     path: str
     optimizer: bool
-    """Whether the optimiser's state is restored too."""
+    """Whether to restore the optimizer state too."""
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
@@ -128,7 +128,7 @@ class CopyWeightsResponse(Response):
 
 
 class SetTtlRequest(Request):
-    """``ttl_seconds`` must be there; null keeps the checkpoint for ever."""
+    """``ttl_seconds`` is required; null keeps the checkpoint forever."""
 
     ttl_seconds: Integer | None
 

@@ -1,4 +1,4 @@
-"""What a client asks before anything else: its flags, the models, and whether the server is there."""
+"""The first requests of a client: its flags, the served models, and the health of the server."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ class ClientConfigRequest(Request):
 
 
 class ClientConfigResponse(Response):
-    """Flags that a client reads once; a flag that the server leaves out has the value here."""
+    """Flags that a client reads once; a flag the server omits has the default here."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -33,7 +33,7 @@ class ClientConfigResponse(Response):
 
 
 class ClientDynamicConfigResponse(Response):
-    """Flags that a client reads again every ``refresh_interval_sec``."""
+    """Flags that a client polls every ``refresh_interval_sec``."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False

@@ -1,6 +1,6 @@
-"""What differs between releases of the SDK: which flags each is sent, and what each can read.
+"""Differences between releases of the SDK: the flags each is sent, and what each can read.
 
-A client that does not say its release is taken for the newest one.
+A client without a version counts as the newest release.
 """
 
 import re
@@ -13,7 +13,7 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 
 
 class SdkVersion(NamedTuple):
-    """A release of the official SDK; compares as numbers."""
+    """A release of the official SDK; compares numerically."""
 
     major: int
     minor: int
@@ -21,13 +21,13 @@ class SdkVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The release in ``0.36.0``, ``0.36.0rc1`` or a user agent; ``None`` if there is none."""
+        """Parse ``0.36.0``, ``0.36.0rc1`` or a user agent; ``None`` if there is no version."""
         found = _VERSION.search(text)
         return None if found is None else cls(*(int(part or 0) for part in found.groups()))
 
     @classmethod
     def of_request(cls, headers: Mapping[str, str], sdk_version: str = "") -> Self:
-        """The release that sent a request: by the version in its body, its package header or its user agent."""
+        """Return the release that sent a request: the version in its body, its package header or its user agent."""
         agent = headers.get("user-agent") or headers.get("User-Agent") or ""
         package = headers.get("x-stainless-package-version") or headers.get("X-Stainless-Package-Version") or ""
         for text in (sdk_version, package, agent if "tinker" in agent.lower() else ""):
@@ -50,11 +50,11 @@ _FIRST_WITH_FLAG: dict[str, SdkVersion] = {
 _FIRST_WITH_CANCEL = SdkVersion(0, 26, 0)
 _FIRST_WITH_EXTERNAL = SdkVersion(0, 28, 0)
 _LOSES_REDIRECTS = (SdkVersion(0, 22, 0), SdkVersion(0, 22, 1))
-"""With their newer transport, these follow the redirect to an archive and hand the caller its bytes."""
+"""With their newer transport, these releases follow the redirect to an archive and return its bytes to the caller."""
 
 
 def client_config(version: SdkVersion) -> dict[str, Any]:
-    """The flags that release is sent once, beside the defaults of ``ClientConfigResponse``."""
+    """Return the flags sent to a release once, in addition to the defaults of ``ClientConfigResponse``."""
     flags = {flag: True for flag, first in _FIRST_WITH_FLAG.items() if version >= first}
     if version in _LOSES_REDIRECTS:
         flags["use_pyqwest_transport"] = False
@@ -62,15 +62,15 @@ def client_config(version: SdkVersion) -> dict[str, Any]:
 
 
 def dynamic_config(version: SdkVersion) -> dict[str, Any]:
-    """The flags that release reads again and again."""
+    """Return the flags that a release polls."""
     return {"sample_cancel_enabled": True} if version >= _FIRST_WITH_CANCEL else {}
 
 
 def knows_external(version: SdkVersion) -> bool:
-    """Whether the release can list external checkpoints; for others one of them spoils the whole list."""
+    """Return whether a release can list external checkpoints; one of them breaks the whole list for others."""
     return version >= _FIRST_WITH_EXTERNAL
 
 
 def accepts_protobuf(accept: str) -> bool:
-    """Whether a result may be protobuf, by the ``Accept`` header."""
+    """Return whether the ``Accept`` header allows a protobuf result."""
     return PROTOBUF in accept.lower()

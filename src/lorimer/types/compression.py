@@ -1,4 +1,4 @@
-"""Compressed bodies. What comes out is counted while it is read and never believed beforehand."""
+"""Decompresses request bodies. The output is counted as it is produced; declared sizes are not trusted."""
 
 import io
 import zlib
@@ -10,19 +10,22 @@ from lorimer.errors import InvalidInput, TooLarge, Unsupported
 
 ENCODINGS = ("zstd", "gzip", "deflate", "identity")
 MAX_WINDOW_BYTES = 2**23
-"""Most memory a zstd frame may ask for; all levels up to 19 stay within it."""
+"""The maximum memory a zstd frame may need; all levels up to 19 stay within it."""
 MAX_GZIP_MEMBERS = 1000
 
 _READ_BYTES = 2**20
 _FEED_BYTES = 2**16
 _END_TEXT = b"\0end of body\0"
 _END = zstandard.ZstdCompressor(write_checksum=True).compress(_END_TEXT)
-"""Follows a zstd body, for libzstd reports no missing end. The text comes out last only if the body is complete;
-otherwise this frame is swallowed as data, and ends in its checksum."""
+"""Appended to a zstd body, because libzstd does not report a truncated one.
+
+If the body is complete, the text is the last output. If it is truncated, this frame is consumed as its data and fails
+the checksum.
+"""
 
 
 Grow = Callable[[int], None]
-"""Told how many bytes more there are, piece by piece; whatever it raises ends the decompression."""
+"""Called with the number of additional bytes, piece by piece. An exception aborts the decompression."""
 
 
 def _unnoticed(num_bytes: int) -> None:
@@ -30,7 +33,7 @@ def _unnoticed(num_bytes: int) -> None:
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int, grow: Grow = _unnoticed) -> bytes:
-    """The body without its ``Content-Encoding``; ``TooLarge`` as soon as it exceeds ``max_bytes``."""
+    """Decompress a body by its ``Content-Encoding``. Raise ``TooLarge`` as soon as it exceeds ``max_bytes``."""
     match encoding.strip().lower():
         case "" | "identity":
             if len(body) > max_bytes:
@@ -101,5 +104,5 @@ def _inflate(body: bytes, max_bytes: int, window_bits: int, name: str, grow: Gro
 
 
 def too_large(max_bytes: int) -> TooLarge:
-    """The error of a body that is larger."""
+    """Return the error for a body above the limit."""
     return TooLarge(f"the body is larger than {max_bytes} bytes when decompressed")

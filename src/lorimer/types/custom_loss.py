@@ -1,4 +1,7 @@
-"""Losses that a user traced and uploaded: their graph as plain data. What is allowed in a graph is the engine's."""
+"""Custom losses that a user traced and uploaded: their graph as plain data.
+
+The engine decides what a graph may contain.
+"""
 
 from typing import Any, Literal
 
@@ -17,7 +20,10 @@ class CustomLossInput(Request):
 
 
 class CustomLossNode(Request):
-    """One step of a graph. Arguments are JSON values; what JSON lacks is an object of one key, ``{"ref": name}``."""
+    """One node of a graph.
+
+    Arguments are JSON values; anything else is an object with one key, such as ``{"ref": name}``.
+    """
 
     op: CustomLossNodeOp
     name: str
@@ -27,7 +33,7 @@ class CustomLossNode(Request):
 
 
 class CustomLossGraph(Request):
-    """The nodes in the order they are run."""
+    """The nodes in execution order."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
@@ -38,7 +44,7 @@ class CreateCustomLossRequest(Request):
     custom_loss_seq_id: Counter
     name: str
     inputs: list[CustomLossInput]
-    """``logprobs`` first."""
+    """``logprobs`` comes first."""
     graph: CustomLossGraph
     type: Literal["create_custom_loss"] = "create_custom_loss"
 

@@ -1,4 +1,4 @@
-"""Training examples: a model input, what the loss reads beside it, and where its tokens came from."""
+"""Training examples: a model input, the inputs of the loss, and the provenance of the tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ _DTYPE_OF_LIST: dict[str, TensorDtype] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-"""A list does not say what it holds; these inputs do."""
+"""The dtypes of inputs given as lists, which do not say whether they hold integers or floats."""
 _MAY_BE_SPARSE = {"target_tokens", "weights"}
 
 
@@ -43,30 +43,30 @@ class _ProvenanceSpan:
 
 
 class PromptProvenanceSpan(_ProvenanceSpan):
-    """Positions that were ``offset`` and on of the prompt that a sequence was sampled from."""
+    """Positions copied from the prompt of a sampled sequence, starting at ``offset``."""
 
 
 class SampledProvenanceSpan(_ProvenanceSpan):
-    """Positions that were ``offset`` and on of the tokens of a sampled sequence."""
+    """Positions copied from the tokens of a sampled sequence, starting at ``offset``."""
 
 
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
-"""Spans one after another that together cover a field."""
+"""Consecutive spans that together cover a field."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One example. Loss inputs may be given as tensors of any kind or as lists and become ``TensorData``.
+    """One training example. Loss inputs may be tensors of any kind or lists; they are converted to ``TensorData``.
 
-    Two-dimensional torch tensors of targets and weights become sparse where that is smaller.
+    Two-dimensional torch tensors of targets and weights become sparse if that is smaller.
     """
 
     model_input: ModelInput
     loss_fn_inputs: LossFnInputs = field(default_factory=dict)
     model_input_spans: ProvenanceSpans | None = None
-    """Cover ``model_input``; given together with the other spans or not at all."""
+    """Spans that cover ``model_input``; given together with the other spans or not at all."""
     loss_fn_input_spans: ProvenanceSpans | None = None
-    """Cover ``loss_fn_inputs["target_tokens"]``."""
+    """Spans that cover ``loss_fn_inputs["target_tokens"]``."""
 
     def __post_init__(self) -> None:
         inputs = {name: _as_tensor_data(name, value) for name, value in self.loss_fn_inputs.items()}
@@ -79,7 +79,7 @@ class Datum:
                     raise TypeError(f"{span!r} is no PromptProvenanceSpan or SampledProvenanceSpan")
 
     def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
-        """The same example with the spans of both fields, which must cover them exactly."""
+        """Return a copy with the spans of both fields, which must cover them exactly."""
         _check_cover("model_input", model_input, self.model_input.length)
         targets = self.loss_fn_inputs.get("target_tokens")
         if targets is not None and len(targets.dense_shape) == 1:

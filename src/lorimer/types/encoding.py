@@ -1,7 +1,7 @@
-"""The door to the encodings: training requests in and out of bytes, and results to and from both their forms.
+"""The entry point of the encodings: training requests and results, to and from bytes and JSON.
 
-``request_protobuf``, ``request_json`` and ``results`` do the work. Whatever is wrong with a body becomes an
-``InvalidInput`` that names the field; what a model or a loss accepts is checked elsewhere.
+``request_protobuf``, ``request_json`` and ``results`` do the work. An invalid body raises ``InvalidInput`` that names
+the field; what a model or a loss accepts is checked elsewhere.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ _VALUES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """How much a request may hold; checked on its bytes, before anything is built from them."""
+    """What a request may hold; checked on its bytes, before anything is built from them."""
 
     max_datums: int
     max_tokens: int
@@ -68,23 +68,29 @@ class TrainingLimits:
 
 @dataclass(frozen=True)
 class EncodedTraining:
-    """A training request as it lies in the journal, and what is known of it without decoding it again."""
+    """A training request as the journal stores it, with what is known of it without decoding it again."""
 
     model_id: str
     seq_id: int
     payload: bytes
-    """As protobuf, written by ``encode_training_request``."""
+    """Protobuf, written by ``encode_training_request``."""
     loss_fn: str
     loss_fn_config: dict[str, float | str]
     forward_only: bool
     tokens: int
-    """Estimated where it has images."""
+    """The number of tokens, estimated for images."""
     payload_sha256: str
-    """Of the payload, by which a retry is known; computed with it, because that takes long for a large one."""
+    """The hash of the payload, by which a retry is recognized.
+
+    Computed with it, because that takes long for a large one.
+    """
 
 
 class InvalidTrainingRequest(InvalidInput):
-    """A training request that cannot be read. Its address is kept if it could be: its sequence id is used up."""
+    """A training request that cannot be decoded.
+
+    Carries its run and number, if known, so that the number is consumed.
+    """
 
     def __init__(self, message: str, model_id: str | None = None, seq_id: int | None = None) -> None:
         super().__init__(message)
@@ -99,9 +105,9 @@ class TooLargeTrainingRequest(InvalidTrainingRequest, TooLarge):
 def decode_training_request(
     body: bytes, content_type: str, forward_only: bool = False, limits: TrainingLimits | None = None
 ) -> TrainingRequest:
-    """The request in a body of protobuf or JSON; ``forward_only`` is that of the endpoint it was sent to.
+    """Decode a protobuf or JSON body. ``forward_only`` is that of the endpoint it was sent to.
 
-    Without ``limits`` the body is one that was accepted before.
+    Without ``limits``, the body must have been accepted before.
     """
     match content_type.partition(";")[0].strip().lower():
         case "application/x-protobuf":
@@ -124,7 +130,7 @@ def decode_training_request(
 
 
 def encode_training_request(request: TrainingRequest) -> bytes:
-    """The request as protobuf."""
+    """Encode the request as protobuf."""
     return request_protobuf.write(request)
 
 

@@ -1,4 +1,4 @@
-"""Packages that only some calls need and that a client may be without: loaded when such a call is made."""
+"""Loads optional packages when a call needs them."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ TORCH = "PyTorch (pip install torch)"
 
 
 def load(module: str, purpose: str, package: str) -> Any:
-    """The module, or an ``ImportError`` that says what it is needed for and how to get it."""
+    """Import a module, or raise ``ImportError`` that says what needs it and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

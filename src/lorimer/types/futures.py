@@ -1,4 +1,4 @@
-"""Submitting, polling and cancelling: the messages of the future protocol. Results have modules of their own."""
+"""Messages of the future protocol: submit, poll and cancel. Results have their own modules."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class UntypedAPIFuture(Response):
-    """The answer to a submit: the work was accepted under this id."""
+    """The response to a submit: the work was accepted under this id."""
 
     request_id: RequestID
     model_id: str | None = None
@@ -31,7 +31,7 @@ class UntypedAPIFuture(Response):
 class FutureRetrieveRequest(Request):
     request_id: RequestID
     allow_metadata_only: bool = False
-    """Whether the answer may be the size of the result instead of the result."""
+    """Whether the response may be the size of the result instead of the result."""
 
 
 class CancelFutureRequest(Request):
@@ -39,7 +39,7 @@ class CancelFutureRequest(Request):
 
 
 class TryAgainResponse(Response):
-    """The work is not done yet."""
+    """The work is not finished; poll again."""
 
     type: Literal["try_again"] = "try_again"
     request_id: str
@@ -48,14 +48,14 @@ class TryAgainResponse(Response):
 
 
 class CompleteMetadataResponse(Response):
-    """The work is done and its result is large; the client asks again when it has room."""
+    """The work is finished and its result is large; the client retrieves it when it has room."""
 
     status: Literal["complete_metadata"] = "complete_metadata"
     response_payload_size: int
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault it was."""
+    """Who caused a failure."""
 
     Unknown = "unknown"
     Server = "server"
@@ -82,7 +82,7 @@ FutureRetrieveResponse = (
 
 
 class SamplingSessionFuturesTarget(Request):
-    """Whose completions are asked for: those of one client of a sampling session, 0 being the original."""
+    """Selects the completions of one client of a sampling session; 0 is the original client."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -94,7 +94,7 @@ class FuturesRetrieveRequest(Request):
     prev_cursor: Counter = 0
     timeout: float | None = Field(default=None, ge=0)
     retrieved_request_ids: list[str] = Field(default_factory=list)
-    """Results the client holds, which the server may free."""
+    """Results the client has received, which the server may free."""
 
 
 class FutureFinished(Response):

@@ -1,7 +1,7 @@
-"""Images of conversations on their way into a model's input: out of data URLs, and to where placeholders stand.
+"""Puts the images of a conversation into a model input: decodes data URLs and replaces placeholder tokens.
 
-Chat templates write one placeholder token for each image. Here it makes room for the image itself; how many tokens that
-is, the model says. No address is opened.
+Chat templates write one placeholder token per image, which is replaced by the image itself; the model determines how
+many tokens that takes. No URL is fetched.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from lorimer.types.model_input import (
 
 
 def image_of_url(url: str, where: str) -> ImageChunk:
-    """The image that a ``data:`` URL holds; any other URL is refused unopened."""
+    """Decode the image of a ``data:`` URL. Refuse any other URL without opening it."""
     image = image_in_url(url, where)
     if image is None:
         raise Unsupported(
@@ -30,12 +30,12 @@ def image_of_url(url: str, where: str) -> ImageChunk:
 
 
 def places_of(tokens: Sequence[int], placeholder: int | None) -> list[int]:
-    """Where images belong among the tokens that a template wrote."""
+    """Return the positions of the placeholder among the tokens."""
     return [] if placeholder is None else [place for place, token in enumerate(tokens) if token == placeholder]
 
 
 def with_images(tokens: Sequence[int], places: Sequence[int], images: Sequence[ImageChunk]) -> ModelInput:
-    """The tokens with an image instead of the placeholder at each of the places."""
+    """Replace the placeholder at each place by an image."""
     chunks: list[ModelInputChunk] = []
     done = 0
     for place, image in zip(places, images, strict=True):

@@ -1,4 +1,4 @@
-"""How much a JSON body holds, counted on its bytes before any object is built from it."""
+"""Counts what a JSON body holds, on its bytes, before any object is built from it."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from lorimer.errors import InvalidInput, TooLarge
 
 _PART_BYTES = 1 << 17
 _NAMED_BYTES = 1 << 16
-"""In larger bodies a key that comes twice is not looked up by name: that would take longer than all other checks."""
+"""In larger bodies a duplicate key is not searched by name, which would take longer than all other checks."""
 _QUOTE, _COMMA, _COLON = b'",:'
 _CONTAINERS = frozenset({dict, list})
 _OPEN, _CLOSE, _BRACE_BIT = 0x7B, 0x7D, 0x20
@@ -24,34 +24,33 @@ class JsonLimits:
 
     depth: int
     values: int
-    """Of all kinds; containers count too."""
+    """Values of all kinds, containers included."""
     containers: int
     """Lists and objects, which cost far more than numbers."""
     setting: str = "max_json_values"
-    """What an operator raises to have more values accepted."""
+    """The setting that an operator raises to accept more values."""
 
 
 @dataclass
 class Counts:
-    """What was found outside of strings."""
+    """Counts of tokens outside strings."""
 
     containers: int = 0
     commas: int = 0
     keys: int = 0
-    """Colons: every key has one."""
+    """The number of colons: every key has one."""
     depth: int = 0
 
     @property
     def values(self) -> int:
-        """At least as many as there are."""
+        """An upper bound on the number of values."""
         return 1 + self.commas + self.containers
 
 
 def check_json(body: bytes, limits: JsonLimits) -> Counts:
-    """Refuse a body that holds too much; else counts that are exact or, where that settles it, upper bounds.
+    """Refuse a body that holds too much. Return its counts, exact or upper bounds.
 
-    Characters are first counted wherever they are, strings included, which is many times faster than telling the two
-    apart, and for most bodies suffices.
+    First counts characters everywhere, including strings, which is many times faster and suffices for most bodies.
     """
     counts = Counts(body.count(b"[") + body.count(b"{"), body.count(b","), body.count(b":"))
     if counts.containers > limits.depth or counts.values > limits.values or counts.containers > limits.containers:
@@ -60,8 +59,8 @@ def check_json(body: bytes, limits: JsonLimits) -> Counts:
 
 
 def count_outside_strings(body: bytes, limits: JsonLimits | None = None) -> Counts:
-    """The exact counts; with limits, refuses the body as soon as one is exceeded."""
-    if b"\\" in body:  # what is left of a run of backslashes escapes the next character
+    """Count exactly. With ``limits``, refuse the body as soon as one is exceeded."""
+    if b"\\" in body:  # remove escaped backslashes, then escaped quotes
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     whole = np.frombuffer(body, np.uint8)
     counts = Counts()
@@ -99,21 +98,21 @@ def _check(counts: Counts, limits: JsonLimits) -> None:
 
 
 def refuse_doubled_keys(body: bytes, value: Any, counts: Counts) -> None:
-    """Refuse a body, already parsed to ``value``, whose objects had a key twice: fewer keys were left than it had."""
+    """Refuse a body with a duplicate key: ``value``, parsed from it, then has fewer keys than the body."""
     num_keys = count_keys(value)
     if num_keys < counts.keys and num_keys < count_outside_strings(body).keys:
         raise InvalidInput(f"{_doubled_key(body)} comes twice")
 
 
 def count_keys(value: Any) -> int:
-    """The keys of all objects."""
+    """Count the keys of all objects."""
     num_keys, left = 0, [value] if type(value) in _CONTAINERS else []
     while left:
         item = left.pop()
         if isinstance(item, dict):
             num_keys += len(item)
             item = item.values()
-        # Lists of numbers are long, and asked for their types in one go.
+        # Lists of numbers are long, so their types are checked in one pass.
         if not _CONTAINERS.isdisjoint(map(type, item)):
             left += [child for child in item if type(child) in _CONTAINERS]
     return num_keys

@@ -1,4 +1,4 @@
-"""Metrics of a run over its steps: what is reported, what is read, and how the parts of one step become one value."""
+"""Metrics of a run by step: the messages to report and read them, and the reduction of a step's parts to one value."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from lorimer.types.base import Request, Response
 
 MAX_NAME_CHARS = 200
 LAST_STEP = 2**53 - 1
-"""The largest whole number that every reader of JSON keeps."""
+"""The largest integer that every JSON parser reads exactly."""
 LAST_SECOND = 100_000_000_000.0
 
 NotFinite = Literal["NaN", "Infinity", "-Infinity"]
-"""JSON has no such numbers; a report spells them."""
+"""JSON has no such numbers, so a report spells them as strings."""
 Step = Annotated[int, Strict(), Field(ge=0, le=LAST_STEP)]
 Value = Annotated[float, Strict()] | NotFinite
 
@@ -40,29 +40,32 @@ class MetricSeries(Response):
     name: str
     source: Literal["engine", "client"]
     points: list[tuple[int, float, float | None]]
-    """``(step, unix seconds, value)`` in order of the steps; ``None`` where the value is not finite."""
+    """``(step, unix seconds, value)`` in order of steps; ``None`` if the value is not finite."""
     steps_per_bucket: int = 1
-    """1 if these are all points; else of each so many steps the first, last, least, greatest and first not finite."""
+    """1 if no point was dropped.
+
+    Else the size of a bucket, which keeps its first, last, smallest, largest and first non-finite value.
+    """
 
 
 class RunMetricsResponse(Response):
     series: list[MetricSeries]
     cursor: str
-    """Where the next answer begins: what is new or was written again since this one."""
+    """The cursor to pass next, to get what is new or rewritten since this response."""
     has_more: bool
 
 
 def spelled(value: float) -> float | NotFinite:
-    """A number as a report holds it."""
+    """Convert a number to its form in a report."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def reduce_metric(name: str, values: Sequence[float], weights: Sequence[int]) -> float:
-    """One value of those of several parts, as the end of the name says: ``:sum`` adds, ``:mean`` averages by weight.
+    """Reduce the values of a step's parts to one, by the metric's suffix: ``:sum`` adds, ``:mean`` averages by weight.
 
-    ``:min`` and ``:max`` choose, ``:slack`` is the most above the average. The value of any other name is the last.
+    ``:min`` and ``:max`` select, ``:slack`` is the maximum minus the mean. Any other name takes the last value.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         match name.rpartition(":")[2] if ":" in name else "":

@@ -1,7 +1,7 @@
-"""Model inputs: chunks of tokens, images and audio in one sequence.
+"""Model inputs: a sequence of chunks of tokens, images and audio.
 
-The kind of a chunk is read from its keys where ``type`` is missing, as in releases up to 0.16. Images and audio are
-carried as they came: nothing here decodes them, and no location is ever fetched. A pointer may hold its image itself.
+Without ``type`` the kind of a chunk is inferred from its keys, as releases up to 0.16 need. Images and audio are
+carried undecoded, and no location is ever fetched, but a pointer may embed its image in a data URL.
 """
 
 import base64
@@ -30,7 +30,7 @@ from lorimer.types.tensors import is_torch_tensor
 
 
 class Tokens(Sequence[int]):
-    """Token ids over an array, so that those of a request are not turned into Python numbers one by one."""
+    """Token ids backed by an array, so that those of a request are not converted to Python integers one by one."""
 
     __slots__ = ("array",)
 
@@ -80,7 +80,7 @@ Base64Bytes = Annotated[
 """Bytes in memory, base64 in JSON."""
 ImageFormat = Literal["png", "jpeg"]
 _TokenId = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
-"""Strict: JSON's ``true``, ``"1"`` and ``1.0`` are no token ids."""
+"""Strict: JSON's ``true``, ``"1"`` and ``1.0`` are not token ids."""
 
 
 class EncodedTextChunk(Request):
@@ -108,7 +108,7 @@ class EncodedTextChunk(Request):
 
     @classmethod
     def from_array(cls, tokens: NDArray[np.int32]) -> Self:
-        """A chunk over the array itself, which nobody changes after."""
+        """Create a chunk over the array without a copy. The array must not change afterwards."""
         return cls.model_construct(tokens=Tokens(tokens))
 
     @property
@@ -141,7 +141,7 @@ class ImageChunk(Request):
 
 
 class ImageAssetPointerChunk(Request):
-    """An image that the server is asked to find."""
+    """An image by location. The server accepts only data URLs."""
 
     format: ImageFormat
     location: str
@@ -154,7 +154,7 @@ class ImageAssetPointerChunk(Request):
 
 
 class DmelChunk(Request):
-    """Audio as a tensor in a container whose header gives type and shape."""
+    """Audio as a tensor in a container whose header gives dtype and shape."""
 
     dmel: Base64Bytes
     type: Literal["dmel"] = "dmel"
@@ -177,7 +177,7 @@ _KEY_OF_KIND = {"tokens": "encoded_text", "location": "image_asset_pointer", "da
 
 
 def kind_of_chunk(value: object) -> str | None:
-    """The ``type`` of a chunk or of its JSON, told from its keys where it is missing; ``None`` if that fails."""
+    """Return the ``type`` of a chunk or of its JSON, inferred from its keys if missing; ``None`` if that fails."""
     if not isinstance(value, dict):
         return _KINDS.get(type(value))
     kind = value.get("type")
@@ -200,24 +200,24 @@ ModelInputChunk = Annotated[
 
 
 class ModelInput(Request):
-    """What a model reads."""
+    """The input of a model: a sequence of chunks."""
 
     chunks: list[ModelInputChunk]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:
-        """An input of text; arrays and tensors are taken as they are, without a Python number for each token."""
+        """Create a text input. Arrays and tensors are used as they are, without a Python integer per token."""
         try:
             return cls(chunks=[EncodedTextChunk(tokens=tokens)])
         except ValidationError as error:
             raise ValueError(_explain_tokens(tokens, error)) from None
 
     def to_ints(self) -> list[int]:
-        """All tokens; a ``ValueError`` if anything but text is among the chunks."""
+        """Return all tokens. Raise ``ValueError`` if a chunk is not text."""
         return [token for tokens in self._token_sequences() for token in tokens]
 
     def to_array(self) -> NDArray[np.int64]:
-        """As ``to_ints``, for those who want an array."""
+        """Like ``to_ints``, as an array."""
         arrays = [
             tokens.array if isinstance(tokens, Tokens) else np.asarray(tokens, np.int64)
             for tokens in self._token_sequences()
@@ -232,7 +232,7 @@ class ModelInput(Request):
 
     @property
     def length(self) -> int:
-        """Positions taken in the context; an image counts only with ``expected_tokens``."""
+        """The number of context positions. An image needs ``expected_tokens``."""
         return sum(chunk.length for chunk in self.chunks)
 
     @classmethod
@@ -240,7 +240,7 @@ class ModelInput(Request):
         return cls(chunks=[])
 
     def append(self, chunk: ModelInputChunk) -> Self:
-        """A longer input; this one stays as it is."""
+        """Return a new input with the chunk added; this one is unchanged."""
         return type(self)(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> Self:
@@ -248,7 +248,7 @@ class ModelInput(Request):
 
 
 def _explain_tokens(tokens: object, error: ValidationError) -> str:
-    """One sentence, however many tokens are wrong."""
+    """Explain the error in one sentence, however many tokens are wrong."""
     if isinstance(tokens, str):
         return f"tokens is the text {tokens[:40]!r}; token ids are accepted: tokenizer.encode(text)"
     first = error.errors(include_url=False)[0]
@@ -270,11 +270,11 @@ def _expected_tokens(chunk: ImageChunk | ImageAssetPointerChunk) -> int:
 _DATA_URL = re.compile(r"data:image/(png|jpeg|jpg);base64,")
 _SHOWN_CHARS = 80
 DATA_URLS = "'data:image/png;base64,...' or 'data:image/jpeg;base64,...'"
-"""Those that are accepted."""
+"""The data URLs that are accepted."""
 
 
 def embedded_image(pointer: ImageAssetPointerChunk, where: str) -> ImageChunk:
-    """The image that a ``data:`` URL holds; any other location, of a host or a disk, is refused unopened."""
+    """Decode the image of a ``data:`` URL. Refuse any other location without opening it."""
     image = image_in_url(pointer.location, where)
     if image is None:
         raise Unsupported(
@@ -288,19 +288,19 @@ def embedded_image(pointer: ImageAssetPointerChunk, where: str) -> ImageChunk:
 
 
 def image_in_url(url: str, where: str) -> ImageChunk | None:
-    """The image that a ``data:`` URL holds; none where it is another URL. No address is opened."""
+    """Decode the image of a ``data:`` URL; return none for any other URL. Nothing is fetched."""
     header = _DATA_URL.match(url)
     if header is None:
         return None
     try:
         data = base64.b64decode(url[header.end() :], validate=True)
-    except ValueError:  # binascii.Error, or a character beyond ASCII
+    except ValueError:  # binascii.Error, or a non-ASCII character
         raise InvalidInput(f"{where} is a data URL whose data are not base64") from None
     return ImageChunk(data=data, format="png" if header[1] == "png" else "jpeg")
 
 
 def shortened(url: str) -> str:
-    """A URL as messages show it."""
+    """Truncate a URL for messages."""
     return url if len(url) <= _SHOWN_CHARS else url[:_SHOWN_CHARS] + "..."
 
 
@@ -312,7 +312,7 @@ _MAX_DIMENSIONS = 32
 
 
 def container_shape(data: bytes) -> tuple[int, ...]:
-    """The shape in a container's header: a marker if the tensor is constant, its dtype, then sizes as varints."""
+    """Read the shape from a container's header: a marker if it is constant, the dtype, then sizes as varints."""
     offset = 1 if data[:1] == bytes([_CONSTANT]) else 0
     if offset >= len(data):
         raise ValueError("the dmel container ends before its dtype")

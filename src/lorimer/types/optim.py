@@ -1,7 +1,7 @@
-"""Optimisers: which one a run has, and the parameters of one step.
+"""Optimizers: the one a run uses, and the parameters of a step.
 
-Families other than Adam carry fields of their own; those that are not known here are kept as they came, and the server
-decides which families it has.
+Families other than Adam have their own fields; unknown fields are kept, and the server decides which families it
+supports.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ OPTIMIZERS = ("adamw",)
 
 
 class OptimizerConfigBase(Request):
-    """An optimiser chosen when a run is created; its other fields are the family's."""
+    """The optimizer chosen when a run is created; its other fields depend on the family."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -46,7 +46,7 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
 
 
 def _family(value: object) -> str:
-    """Which of the classes below reads a value; without a type it is Adam."""
+    """Return which of the classes below reads a value; without a type it is Adam."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return {None: "adamw", "adamw": "adamw", "dimuon": "dimuon"}.get(kind if isinstance(kind, str) else None, "other")
 
@@ -60,7 +60,7 @@ OptimizerConfig = Annotated[
 
 
 class AdamParams(Request):
-    """One step of AdamW."""
+    """The parameters of one AdamW step."""
 
     learning_rate: float = 0.0001
     beta1: float = 0.9
@@ -69,11 +69,11 @@ class AdamParams(Request):
     weight_decay: float = 0.0
     """Decoupled from the gradient."""
     grad_clip_norm: float = 0.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """The maximum global norm of the gradient; 0 disables clipping."""
 
 
 class OptimParamsBase(Request):
-    """One step of a family other than Adam."""
+    """The parameters of one step of a family other than Adam."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -99,7 +99,7 @@ _PARAMS_NAMES = ("optim_params", "adam_params", "optimizer_params")
 
 
 class OptimStepRequest(Request):
-    """Written with ``adam_params`` or, for other families, ``optimizer_params``; read from any of three names."""
+    """Written as ``adam_params`` or, for other families, ``optimizer_params``; read from any of three names."""
 
     optim_params: OptimParams = Field(validation_alias=AliasChoices(*_PARAMS_NAMES))
     model_id: str
@@ -109,7 +109,7 @@ class OptimStepRequest(Request):
     @model_validator(mode="before")
     @classmethod
     def _read_params(cls, values: Any) -> Any:
-        """Names that are null do not count; neither does a type that says what is so without it."""
+        """Ignore names that are null, and the type ``adamw``, which is the default."""
         if not isinstance(values, dict):
             return values
         values = {key: value for key, value in values.items() if value is not None or key not in _PARAMS_NAMES}

@@ -1,4 +1,4 @@
-"""How a server stands for whoever asks: who they are, its models, queues and errors, operations of a run, own keys."""
+"""The server's status for the caller: identity, models, queues, errors, operations of a run, and own keys."""
 
 from datetime import datetime
 
@@ -7,12 +7,12 @@ from lorimer.types.base import Request, Response
 
 
 class CallerResponse(Response):
-    """Who the server takes the caller for."""
+    """The authenticated caller."""
 
     user_id: str
     name: str
     needs_key: bool
-    """Whether the server has keys; without any, everybody of this machine is the same user."""
+    """Whether the server has keys; in open mode everybody on this machine is the same user."""
     version: str
 
 
@@ -20,20 +20,20 @@ class CallerResponse(Response):
 
 
 class TokensPerSecond(Response):
-    """Of all users, over the last minute."""
+    """Throughput of all users over the last minute."""
 
     training: float
     sampling: float
 
 
 class ModelMemory(Response):
-    """In bytes; none where the system does not say."""
+    """Sizes in bytes; none if the system does not report them."""
 
     engine_bytes: int | None = None
-    """What the engine's process holds of the machine's memory."""
+    """The resident memory of the engine's process."""
     machine_bytes: int | None = None
     available_bytes: int | None = None
-    """Of the machine's, what programs could still take."""
+    """The machine's memory that is still available to programs."""
 
 
 class ModelOverview(Response):
@@ -43,19 +43,19 @@ class ModelOverview(Response):
     stage: str = ""
     """What a starting engine is doing."""
     error: str | None = None
-    """Why the last engine ended or could not start."""
+    """Why the last engine ended or failed to start."""
     num_deaths: int
     num_resident_runs: int
-    """In the engine's memory, of all users."""
+    """Runs of all users in the engine's memory."""
     num_runs: int
-    """The caller's, in memory or not."""
+    """The caller's runs, in memory or not."""
     num_resident_samplers: int
     num_waiting_samples: int
     num_running_samples: int
     tokens_per_second: TokensPerSecond
     memory: ModelMemory
     architecture: str | None = None
-    """Of the model, like those below; none until its engine has run."""
+    """This field and those below describe the model; none until its engine has started."""
     num_parameters: int | None = None
     max_context: int | None = None
     dtype: str | None = None
@@ -63,7 +63,7 @@ class ModelOverview(Response):
 
 
 class QueueEntry(Response):
-    """Requests that wait or are being computed. Those of other users are one entry for each kind, without a run."""
+    """Requests that are queued or running. Other users' requests are one entry per kind, without a run."""
 
     user: str
     run_id: str | None = None
@@ -77,7 +77,7 @@ class RecentError(Response):
     kind: str
     run_id: str | None = None
     category: str
-    """``user`` where the request was wrong, ``server`` where it was not."""
+    """``user`` if the request was invalid, else ``server``."""
     error: str
 
 
@@ -87,7 +87,7 @@ class OverviewResponse(Response):
     models: list[ModelOverview]
     queue: list[QueueEntry]
     errors: list[RecentError]
-    """The caller's, newest first."""
+    """The caller's errors, newest first."""
 
 
 # ── operations of a run ───────────────────────────────────────────────────────────────────────────────
@@ -127,16 +127,16 @@ class KeyEntry(Response):
     last_used_at: datetime | None = None
     revoked_at: datetime | None = None
     is_current: bool
-    """The one this was asked with."""
+    """Whether this request used the key."""
 
 
 class KeysResponse(Response):
     keys: list[KeyEntry]
-    """Oldest first, revoked ones too."""
+    """Oldest first, including revoked ones."""
     quotas: UserQuotas | None = None
-    """They hold for all keys of the caller together."""
+    """Shared by all keys of the caller."""
 
 
 class CreateKeyResponse(KeyEntry):
     secret: str
-    """Shown this once; the server keeps its hash."""
+    """Shown only once; the server stores its hash."""

@@ -1,7 +1,7 @@
 """``tinker://`` paths and the names of checkpoints.
 
-A path is ``tinker://<run>/<segment>/<name>``; the segment tells the kind of checkpoint. Names are keys of a database
-and never become paths of a file system.
+A path is ``tinker://<run>/<segment>/<name>``; the segment gives the kind of checkpoint. Names are database keys and
+never become file system paths.
 """
 
 import os
@@ -42,7 +42,7 @@ class ParsedCheckpointTinkerPath(Response):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Take a path apart; a ``ValueError`` says what a path looks like."""
+        """Parse a path. Raise ``ValueError`` with the accepted form."""
         run, _, rest = tinker_path.removeprefix(SCHEME).partition("/")
         segment, _, name = rest.partition("/")
         if not tinker_path.startswith(SCHEME) or segment not in KINDS or not run or not name or "/" in name:
@@ -59,7 +59,7 @@ class ParsedCheckpointTinkerPath(Response):
 
 
 def parse_path(path: str) -> ParsedCheckpointTinkerPath:
-    """As ``from_tinker_path``, for input from outside."""
+    """Parse a path from outside. Raise ``InvalidInput`` instead of ``ValueError``."""
     try:
         return ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:
@@ -71,7 +71,7 @@ def checkpoint_path(run: str, kind: CheckpointType, name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name, or ``InvalidInput`` if a checkpoint cannot be called that."""
+    """Validate the name of a checkpoint and return it."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise InvalidInput(
             f"{name[:200]!r} cannot name a checkpoint; accepted are 1 to 128 of the characters A-Z a-z 0-9 . _ -,"
@@ -81,7 +81,7 @@ def check_name(name: str) -> str:
 
 
 def console_url(*segments: str, **query: str) -> str:
-    """A page of the console of the server that ``LORIMER_BASE_URL`` or ``TINKER_BASE_URL`` names."""
+    """Return the URL of a console page on the server that ``LORIMER_BASE_URL`` or ``TINKER_BASE_URL`` names."""
     base = os.environ.get("LORIMER_BASE_URL") or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
     path = "/".join(quote(segment, safe="") for segment in segments)
     pairs = "&".join(f"{key}={quote(value, safe='')}" for key, value in query.items())

@@ -1,4 +1,4 @@
-"""Training requests as JSON, which releases up to 0.24 send: forward and forward_backward alike."""
+"""Training requests as JSON (forward and forward_backward), which releases up to 0.24 send."""
 
 import math
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from lorimer.types.training import TrainingRequest
 
 
 def parse(body: bytes, limits: JsonLimits | None = None) -> dict[str, Any]:
-    """The object; with limits, only after what it holds was counted. A key that comes twice is refused."""
+    """Parse the object; with ``limits``, only after counting what it holds. Refuse duplicate keys."""
     try:
         counts = check_json(body, limits) if limits is not None else count_outside_strings(body)
         values = msgspec.json.decode(body)
@@ -76,7 +76,7 @@ def _read_config(values: object) -> dict[str, float | str]:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floating point numbers
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 

@@ -1,4 +1,4 @@
-"""Training requests as protobuf. Arrays go from and to bytes as a whole; every size is checked against the bytes."""
+"""Training requests as protobuf. Arrays are converted as a whole; every size is checked against the bytes."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from lorimer.types.wire_bounds import WireLimits, check_training_request, loss_o
 
 
 def parse(body: bytes, limits: WireLimits | None = None) -> pb.ForwardBackwardRequest:
-    """The message; with limits, only after what it holds was counted."""
+    """Parse the message; with ``limits``, only after counting what it holds."""
     if limits is not None:
         check_training_request(body, limits)
     return parse_message(pb.ForwardBackwardRequest, body)
@@ -38,13 +38,13 @@ def read(message: pb.ForwardBackwardRequest, forward_only: bool) -> TrainingRequ
 
 
 def read_loss(body: bytes) -> tuple[str, dict[str, float | str]]:
-    """The loss of a request and its settings, without a look at the data."""
+    """Read the loss of a request and its configuration without parsing the data."""
     message = parse_message(pb.ForwardBackwardRequest, loss_of(body))
     return message.loss_fn, _read_config(message)
 
 
 def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Text exists only in the newer of the two maps, which has the numbers too."""
+    """Read the loss configuration. Only the newer of the two maps has text values; it has the numbers too."""
     config: dict[str, float | str] = {}
     for key, value in message.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
@@ -136,7 +136,8 @@ def write(request: TrainingRequest) -> bytes:
             message.loss_fn_config[key] = message.loss_fn_config_v2[key].number = float(value)
     for datum in request.data:
         _write_datum(datum, message.data.add())
-    # The order of maps differs between processes otherwise, and a retry would not be known again after a restart.
+    # Maps serialize in a different order in each process otherwise, and a retry after a restart would have another
+    # hash.
     return bytes(message.SerializeToString(deterministic=True))
 
 

@@ -1,4 +1,4 @@
-"""Results of training operations and samples: as protobuf, and as the JSON of releases that do not read protobuf."""
+"""Encodes results of training operations and samples: protobuf, and JSON for releases without protobuf."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -33,7 +33,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
-    """Datums whose tensors have the same names, dtypes and trailing shapes share a record."""
+    """Encode an output. Consecutive datums with the same tensor names, dtypes and trailing shapes share a record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
     for datums in _alike(output.loss_fn_outputs):
         record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(datums))
@@ -43,7 +43,7 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _alike(datums: Sequence[LossFnOutput]) -> Iterator[list[LossFnOutput]]:
-    """Runs of datums that one record can hold, in order."""
+    """Yield runs of consecutive datums that fit into one record."""
     run: list[LossFnOutput] = []
     kind: object = None
     for datum in datums:
@@ -118,7 +118,7 @@ def forward_backward_output_to_json(output: ForwardBackwardOutput) -> dict[str, 
 
 
 def _dense(tensor: TensorData) -> TensorData:
-    """Dense and of finite numbers, which is what JSON and releases without sparse tensors can take."""
+    """Convert to dense and finite, for JSON and for releases without sparse tensors."""
     return TensorData.from_numpy(_finite(tensor.to_numpy()))
 
 
@@ -148,7 +148,7 @@ def encode_sample_response(response: SampleResponse) -> bytes:
 
 
 def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleResponse:
-    """``sequence_ids`` are those of the answer to the submit; the result does not repeat them."""
+    """Decode a sample. ``sequence_ids`` come from the response to the submit; the result does not repeat them."""
     message = parse_message(pb.SampleResponse, data)
     if len(message.sequences) != len(sequence_ids):
         raise InvalidInput(f"the result has {len(message.sequences)} sequences for {len(sequence_ids)} sequence ids")
@@ -196,7 +196,7 @@ def _write_topk(topk: TopkLogprobs, message: pb.TopkLogprobs) -> None:
 
 
 def sample_response_to_json(response: SampleResponse) -> dict[str, Any]:
-    """The JSON form has no place for the logprobs of targets, of sampled positions' top k and of drawn alternatives."""
+    """Return the JSON form, which omits target logprobs, top-k of sampled positions and alternative tokens."""
     values: dict[str, Any] = {
         "type": "sample",
         "sequences": [_sequence_to_json(sequence) for sequence in response.sequences],
@@ -233,10 +233,10 @@ def _bytes(array: Array | None, dtype: str) -> bytes:
 
 
 def _floats(data: bytes, what: str) -> Array | None:
-    """No bytes are no array: the protocol does not tell an empty one from none."""
+    """Return the array, or None for no bytes: the protocol does not distinguish an empty array from none."""
     return read_array(data, "<f4", what).copy() if data else None
 
 
 def _finite(array: Array) -> Array:
-    """JSON has no infinity; the largest number stands for it."""
+    """Clip infinities, which JSON lacks, to the largest float32."""
     return array if array.dtype.kind != "f" else np.clip(array, -_LARGEST, _LARGEST)

@@ -1,4 +1,4 @@
-"""Sampling sessions, samples and their results."""
+"""Messages for sampling sessions and samples, and the results of samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class GetSamplerResponse(Response):
 
 
 class SamplingParams(Response):
-    """Ignores unknown parameters, as the official one does; in the JSON of a ``SampleRequest`` they are refused."""
+    """Ignores unknown parameters, as the official class does; the JSON of a ``SampleRequest`` refuses them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ class SamplingParams(Response):
     max_tokens: Integer | None = None
     seed: Integer | None = None
     stop: str | Sequence[Annotated[str, Strict()]] | Sequence[Annotated[Integer, Strict()]] | None = None
-    """``None`` stops at the end-of-sequence tokens, an empty list at nothing."""
+    """``None`` stops at the end-of-sequence tokens; an empty list never stops early."""
     temperature: float = 1
     top_k: Integer = -1
     top_p: float = 1
@@ -92,7 +92,7 @@ class SampleRequest(Request):
     topk_prompt_logprobs: Integer = 0
     topk_sample_logprobs: Integer = 0
     target_prompt_logprobs: WireTensor | None = None
-    """``int64[len(prompt) - 1, K]`` ids to score; row i belongs to prompt position i + 1, and -1 is skipped."""
+    """``int64[len(prompt) - 1, K]`` token ids to score; row i belongs to prompt position i + 1, and -1 is skipped."""
     prompt_alt_tokens_k: Integer = 0
     prompt_logprobs_last_n: Integer | None = None
     record_stability_info: bool | None = None
@@ -109,7 +109,7 @@ class SampleRequest(Request):
 
 @dataclass(frozen=True)
 class PromptAltTokens:
-    """Draws at every prompt position after the first, at the temperature of the request."""
+    """Tokens drawn at every prompt position after the first, at the temperature of the request."""
 
     tokens: TensorData
     """``int64[len(prompt) - 1, k]``"""
@@ -119,7 +119,7 @@ class PromptAltTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """Arrays end in ``_np``; the properties without it are lists, made when first asked for."""
+    """Arrays have names ending in ``_np``; the properties without it are lists, created on first use."""
 
     stop_reason: StopReason
     sequence_id: str
@@ -144,20 +144,20 @@ class SampledSequence:
 
 @dataclass(frozen=True, eq=False)
 class SampleResponse:
-    """What was sampled, and what was asked about the prompt."""
+    """The sampled sequences, and what was requested about the prompt."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs_np: Array | None = field(default=None, repr=False)
-    """``float32[len(prompt)]``, NaN where not computed: at position 0 always."""
+    """``float32[len(prompt)]``, NaN where not computed; always at position 0."""
     topk_prompt_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
     target_prompt_logprobs: TensorData | None = None
-    """Shaped as the ids that were asked for; 0 where the id was -1."""
+    """Has the shape of the requested ids; 0 where the id was -1."""
     prompt_cache_hit_tokens: int = 0
     prompt_alt_tokens: PromptAltTokens | None = None
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """``None`` where not computed."""
+        """The log-probabilities of the prompt; ``None`` where not computed."""
         if self.prompt_logprobs_np is None:
             return None
         logprobs: list[Any] = self.prompt_logprobs_np.tolist()

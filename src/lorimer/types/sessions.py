@@ -1,4 +1,4 @@
-"""Sessions: creating, keeping alive, finishing, listing and searching."""
+"""Messages to create, keep alive, finish, list and search sessions."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ class CreateSessionRequest(Request):
 
 
 class CreateSessionResponse(Response):
-    """Each message that is not empty is logged by the client at that level."""
+    """The client logs each non-empty message at its level."""
 
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None
@@ -168,7 +168,7 @@ class FailedSessionStatusQuery(Request):
 class ClientFinishedSessionStatusQuery(Request):
     type: Literal["client_finished"] = "client_finished"
     reasons: list[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
-    """``None`` is every reason."""
+    """``None`` matches every reason."""
 
 
 SessionStatusQuery = Annotated[
@@ -181,20 +181,20 @@ SessionStatusQuery = Annotated[
 
 
 class SessionSearchCursor(Response):
-    """Where the next page begins."""
+    """Where the next page starts."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
 class SessionSearchRequest(Request):
-    """Every condition must hold, except that ``session_id`` or ``display_name`` suffices where both are given."""
+    """All conditions must hold, except that either ``session_id`` or ``display_name`` suffices if both are given."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
     display_name: str | None = Field(default=None, min_length=1)
-    """Words that all occur in the name, in any case."""
+    """Words that must all occur in the name, ignoring case."""
     owner: SearchOwner = OwnSearchOwner()
     statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
     limit: int = Field(default=50, ge=1, le=200)
@@ -207,7 +207,7 @@ class SessionSummary(Response):
     owner: str
     project_id: str
     status: SessionStatus | None = None
-    """``None`` if the session neither finished nor is known to run."""
+    """``None`` if the session neither finished nor is known to be running."""
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -215,7 +215,7 @@ class SessionSummary(Response):
     tags: list[str] | None = None
     training_runs_count: int | None = None
     last_seen_at: datetime | None = None
-    """Its last heartbeat."""
+    """The time of the last heartbeat."""
 
 
 class SessionSearchResponse(Response):

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that comes piece by piece, in constant time a character however many and long they are.
+"""Finds stop strings in streamed text in constant time per character, however many and long the strings are.
 
-An Aho-Corasick automaton whose states are made when a text first reaches them, so that strings that never begin cost
-nothing. The engine ends sequences with it, the compatible APIs cut texts.
+An Aho-Corasick automaton whose states are created when a text first reaches them, so strings that never start cost
+nothing. The engine uses it to end sequences, the compatible APIs to cut texts.
 """
 
 from bisect import bisect_left, bisect_right
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 
 class StopState:
-    """What the end of a text has in common with the beginnings of stop strings."""
+    """A state of the automaton: the longest suffix of the text that is a prefix of a stop string."""
 
     __slots__ = ("_children", "_fallback", "_high", "_low", "depth", "found")
 
     def __init__(self, low: int, high: int, depth: int) -> None:
         self.depth = depth
-        """How many characters at the end of the text may begin a stop string."""
+        """The length of that suffix."""
         self.found: str | None = None
         """The longest stop string that the text ends with."""
         self._low, self._high = low, high
-        """Which of the sorted strings begin with those characters."""
+        """The range of the sorted strings that begin with that suffix."""
         self._children: dict[str, StopState] = {}
         self._fallback: StopState = self
-        """The same for a shorter end of the text; the start has itself."""
+        """The state of the next shorter suffix; the start state refers to itself."""
 
 
 class StopMatcher:
-    """The stop strings of one request; states of different texts have nothing to do with one another."""
+    """The stop strings of one request. Each text has its own state."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(set(stops) - {""})
@@ -34,7 +34,7 @@ class StopMatcher:
         self.start = StopState(0, len(self._stops), 0)
 
     def step(self, state: StopState, char: str) -> StopState:
-        """The state of a text after one more character."""
+        """Return the state of a text after one more character."""
         while state is not self.start:
             child = state._children.get(char) or self._reach(state, char)
             if child is not None:
@@ -45,7 +45,7 @@ class StopMatcher:
         return state._children.get(char) or self._reach(state, char) or state
 
     def _reach(self, state: StopState, char: str) -> StopState | None:
-        """Make the state that ``char`` leads to, where strings go on with it, and those that it falls back to."""
+        """Create the state that ``char`` leads to, if a string continues with it, and its fallback states."""
         made: list[StopState] = []
         last = self.start
         while True:

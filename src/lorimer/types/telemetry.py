@@ -1,4 +1,4 @@
-"""What a client reports of itself. Events may hold request headers, so whoever stores them redacts first."""
+"""Telemetry that a client sends about itself. Events may contain request headers, so redact them before storing."""
 
 from datetime import datetime
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The JSON form of tensors: a flat list of numbers, dtype and shape, and for sparse ones two lists of indices."""
+"""The JSON form of tensors: a flat list of numbers, dtype and shape, plus two index lists if sparse."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MAX_DIMENSIONS = 2
 
 
 def tensor_from_json(value: object) -> TensorData:
-    """The tensor, or a ``ValueError`` that says what is wrong with it."""
+    """Parse a tensor. Raise ``ValueError`` that says what is wrong."""
     if isinstance(value, TensorData):
         return value
     if not isinstance(value, dict):
@@ -38,7 +38,10 @@ def tensor_from_json(value: object) -> TensorData:
 
 
 def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
-    """Keys of a dense tensor are data, dtype and shape alone: releases up to 0.16 refuse any other."""
+    """Return the JSON of a tensor.
+
+    A dense one has only data, dtype and shape, as releases up to 0.16 refuse other keys.
+    """
     values: dict[str, Any] = {"data": tensor.data, "dtype": tensor.dtype, "shape": list(tensor.dense_shape)}
     if tensor.csr is not None:
         values["sparse_crow_indices"] = tensor.sparse_crow_indices
@@ -58,7 +61,7 @@ def _numbers(values: object, name: str, kind: Any, word: str, dtype: np.dtype[An
     if not isinstance(values, list):
         raise ValueError(f"{name} is {_kind(values)}; a list of {word} is accepted")
     try:
-        with np.errstate(over="ignore"):  # what is infinite as float32 is refused where the tensor is used
+        with np.errstate(over="ignore"):  # infinities are refused where the tensor is used
             return np.array(msgspec.convert(values, kind), dtype)
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {error}; a list of {word} is accepted") from None

@@ -39,7 +39,7 @@ def parse_message(kind: type[P], data: bytes) -> P:
 
 
 def read_array(data: bytes, dtype: np.dtype[Any] | str, what: str) -> Array:
-    """The bytes as a flat array, which is not writable; a ``ValueError`` if they end within a number."""
+    """Return the bytes as a flat read-only array. Raise ``ValueError`` if they end within a number."""
     dtype = np.dtype(dtype)
     if len(data) % dtype.itemsize:
         raise ValueError(f"{what} has {len(data)} bytes, which is no multiple of {dtype.itemsize}")
@@ -47,14 +47,14 @@ def read_array(data: bytes, dtype: np.dtype[Any] | str, what: str) -> Array:
 
 
 def numpy_dtype(dtype: int) -> np.dtype[Any]:
-    """How values of a protobuf ``DType`` lie in bytes."""
+    """Return the NumPy dtype of a protobuf ``DType``."""
     if dtype not in _NUMPY:
         raise ValueError(f"dtype {dtype} is not one of FLOAT32, INT64, INT32, BFLOAT16 (1 to 4)")
     return _NUMPY[dtype]
 
 
 def widen(values: Array, dtype: int) -> tuple[Array, TensorDtype]:
-    """The values as one of the two types that tensors have."""
+    """Convert the values to one of the two dtypes of tensors."""
     if dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype("<u4") << np.uint32(16)).view("<f4")
     elif dtype == pb.DTYPE_INT32:
@@ -63,7 +63,7 @@ def widen(values: Array, dtype: int) -> tuple[Array, TensorDtype]:
 
 
 def read_tensor(message: pb.Tensor) -> TensorData:
-    """The tensor, or a ``ValueError`` that says what is wrong with it. No shape means one dimension."""
+    """Read a tensor. Raise ``ValueError`` that says what is wrong. No shape means one dimension."""
     stored = numpy_dtype(message.dtype)
     if len(message.shape) > MAX_DIMENSIONS:
         shown, number = list(message.shape[:8]), len(message.shape)

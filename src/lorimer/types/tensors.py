@@ -1,8 +1,8 @@
-"""Tensors on the wire: dense or compressed sparse rows, float32 or int64, over NumPy arrays.
+"""Tensors on the wire: dense or compressed sparse rows (CSR), float32 or int64, backed by NumPy arrays.
 
-A tensor is checked when it is made: the number of values against the shape, and sparse indices against their bounds, so
-that nothing is ever allocated by a declared size alone. torch is loaded only for a caller who asks for a torch tensor.
-How tensors are written to bytes is the encoders' business.
+A tensor is validated on construction: the number of values against the shape, and sparse indices against their bounds,
+so that a declared size alone never allocates memory. torch is imported only for callers that use torch tensors. The
+encoders convert tensors to bytes.
 """
 
 import math
@@ -20,20 +20,20 @@ from lorimer.types.extras import load_torch
 TensorDtype = Literal["int64", "float32"]
 
 DTYPES: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
-"""The NumPy types of the two, as on the wire: little-endian."""
+"""The NumPy dtypes as on the wire: little-endian."""
 PADDING_LOGPROB = -99999.0
-"""Fills the cells of ``TopkLogprobs`` that hold no token, together with token 0."""
+"""Fills the cells of ``TopkLogprobs`` without a token, whose token id is 0."""
 
 Array = NDArray[Any]
 TorchTensor = Any
-"""A ``torch.Tensor``, whose type is not known here."""
+"""A ``torch.Tensor``; ``Any`` because torch is optional."""
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class TensorData:
-    """A tensor. ``shape`` may be left out of a dense one and is then that of the values; a sparse one has two sizes.
+    """A dense or sparse tensor. ``shape`` defaults to that of the values if dense; a sparse tensor needs two sizes.
 
-    Cells that a sparse tensor does not list take the ``pad_value`` of the conversion.
+    Cells that a sparse tensor does not list become the ``pad_value`` of the conversion.
     """
 
     dtype: TensorDtype
@@ -41,7 +41,7 @@ class TensorData:
     _numpy: Array = field(default_factory=lambda: np.empty(0))
     """The values: in their shape if dense, one-dimensional if sparse."""
     _csr: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    """Row pointers and columns of a sparse tensor."""
+    """Row pointers and column indices of a sparse tensor."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class TensorData:
 
     @property
     def data(self) -> list[Any]:
-        """The values as a flat list; of a sparse tensor those that are listed."""
+        """The values as a flat list; only the listed ones if sparse."""
         values: list[Any] = self._numpy.ravel().tolist()
         return values
 
     @cached_property
     def sparse_crow_indices(self) -> list[int] | None:
-        """Where each row begins among the values, and where the last one ends."""
+        """The offset of each row among the values, and the end of the last row."""
         return None if self._csr is None else self._csr[0].tolist()
 
     @cached_property
@@ -92,7 +92,7 @@ class TensorData:
 
     @property
     def csr(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Row pointers and columns as arrays, or ``None`` if the tensor is dense."""
+        """Row pointers and column indices as arrays, or ``None`` if the tensor is dense."""
         return self._csr
 
     @property
@@ -109,12 +109,15 @@ class TensorData:
 
     @classmethod
     def from_torch_sparse(cls, tensor: TorchTensor, pad_value: int = 0) -> Self:
-        """Sparse, leaving out the cells equal to ``pad_value``, if that is smaller; else, or unless 2-D, dense."""
+        """Convert to sparse, omitting cells equal to ``pad_value``, if that is smaller.
+
+        Stay dense otherwise, or if not 2-D.
+        """
         return cls.from_numpy_sparse(_numpy_of(tensor), pad_value)
 
     @classmethod
     def from_numpy_sparse(cls, array: Array, pad_value: int = 0) -> Self:
-        """As ``from_torch_sparse``."""
+        """Like ``from_torch_sparse``, for a NumPy array."""
         pad_value = _check_pad_value(pad_value)
         if array.ndim != 2:
             return cls.from_numpy(array)
@@ -126,7 +129,7 @@ class TensorData:
         return cls(array[rows, columns], _dtype_of(array), array.shape, crow, columns)
 
     def to_numpy(self, pad_value: int = 0) -> Array:
-        """The dense array; of a dense tensor it is the tensor's own."""
+        """Return the dense array. A dense tensor returns its own array without a copy."""
         if self._csr is None:
             return self._numpy
         crow, columns = self._csr
@@ -135,7 +138,7 @@ class TensorData:
         return dense
 
     def to_torch(self, pad_value: int = 0) -> TorchTensor:
-        """As ``to_numpy``; a dense tensor shares its memory."""
+        """Like ``to_numpy``, as a torch tensor. A dense tensor shares its memory."""
         return load_torch("TensorData.to_torch").from_numpy(self.to_numpy(pad_value))
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
@@ -145,7 +148,7 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkLogprobs:
-    """The k likeliest tokens at each position; cells without one hold token 0 and logprob -99999."""
+    """The k most likely tokens at each position; cells without a token hold token 0 and logprob -99999."""
 
     token_ids: Array
     """``int32[length, k]``"""
@@ -153,7 +156,7 @@ class TopkLogprobs:
     """``float32[length, k]``"""
 
     def to_lists(self) -> list[list[tuple[int, float]] | None]:
-        """Pairs of token and logprob for each position, or ``None`` where there are none."""
+        """Return (token, logprob) pairs for each position, or ``None`` where there are none."""
         if not self.token_ids.size:
             return []
         is_token = (self.token_ids != 0) | (self.logprobs != PADDING_LOGPROB)
@@ -168,7 +171,7 @@ class TopkLogprobs:
 
 
 def _as_array(data: ArrayLike, dtype: np.dtype[Any]) -> Array:
-    """A writable array: torch warns of the others, and the bytes of a request are not writable."""
+    """Convert to a writable array: torch warns about read-only ones, and the bytes of a request are read-only."""
     try:
         array = np.asarray(data, dtype)
     except (ValueError, TypeError, OverflowError):
@@ -210,7 +213,7 @@ def _check_csr(
 
 
 def _refuse_repeated(crow: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-    """Refuse columns that do not rise within a row, as torch does: a cell listed twice has no one value."""
+    """Refuse columns that do not increase within a row, as torch does: a cell listed twice would be ambiguous."""
     if len(columns) < 2:
         return
     rises = columns[1:] > columns[:-1]
@@ -238,7 +241,7 @@ def _dtype_of(array: Array) -> TensorDtype:
 
 
 def is_torch_tensor(value: object) -> bool:
-    """Whether this is a torch tensor; false in a process that has not loaded torch."""
+    """Return whether ``value`` is a torch tensor; always false in a process that has not imported torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -1,7 +1,7 @@
-"""Series of points as columns, and the thinning of long ones, in which no spike and no gap is lost.
+"""Series of points as columns, and downsampling of long series without losing spikes or gaps.
 
-Buckets are of 2**n steps and begin at multiples of that, so those of a coarser look consist of whole finer ones: what
-was thinned in parts, or before, is thinned again without harm. Reading and showing series is left to others.
+Buckets hold 2**n steps and start at multiples of that, so coarser buckets consist of whole finer ones: a series thinned
+in parts, or earlier, can be thinned again without error.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 POINTS_PER_BUCKET = 5
-"""Of a bucket stay the first, the last, the least, the greatest and the first value that is not finite."""
+"""A bucket keeps its first, last, smallest, largest and first non-finite value."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Columns:
-    """Points by rising step; ``steps_per_bucket`` is 1 where none is left out."""
+    """Points in ascending order of steps; ``steps_per_bucket`` is 1 if no point was dropped."""
 
     steps: Integers
     times: Floats
@@ -35,7 +35,10 @@ class Columns:
 
 
 def join(parts: Sequence[Columns]) -> Columns:
-    """All points; of those of one step the last one, as a later part corrects an earlier one."""
+    """Concatenate the parts.
+
+    Of points with the same step the last one wins, as a later part corrects an earlier one.
+    """
     if len(parts) == 1 and (np.diff(parts[0].steps) > 0).all():
         return parts[0]
     whole = Columns(
@@ -49,11 +52,11 @@ def join(parts: Sequence[Columns]) -> Columns:
 
 
 def thin(columns: Columns, most: int) -> Columns:
-    """At most ``most`` of the points, which is `POINTS_PER_BUCKET` or more; all of them if they are not more."""
+    """Keep at most ``most`` points, which must be `POINTS_PER_BUCKET` or more."""
     assert most >= POINTS_PER_BUCKET
     if len(columns.steps) <= most:
         return columns
-    shift = (len(columns.steps) * POINTS_PER_BUCKET // most).bit_length() - 1  # fewer steps cannot do
+    shift = (len(columns.steps) * POINTS_PER_BUCKET // most).bit_length() - 1  # a smaller shift cannot suffice
     starts = first_of_each(columns.steps >> shift)
     while len(starts) * POINTS_PER_BUCKET > most:
         shift += 1
@@ -63,7 +66,7 @@ def thin(columns: Columns, most: int) -> Columns:
 
 
 def first_of_each(sorted_numbers: Integers) -> NDArray[np.intp]:
-    """Where a number begins that is not the one before."""
+    """Return the indices at which a new number starts."""
     return np.flatnonzero(np.append(True, sorted_numbers[1:] != sorted_numbers[:-1])[: len(sorted_numbers)])
 
 
@@ -75,7 +78,7 @@ def _kept(values: Floats, starts: NDArray[np.intp]) -> NDArray[np.intp]:
     greatest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)[bucket_of]
 
     def first(wanted: Flags) -> NDArray[np.intp]:
-        """The first such value of each bucket that has one."""
+        """Return the first matching value of each bucket that has one."""
         found = np.flatnonzero(wanted)
         return found[first_of_each(bucket_of[found])]
 

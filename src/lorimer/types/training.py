@@ -1,4 +1,4 @@
-"""Runs and their training operations: what creates a run, forward and forward-backward, and their results."""
+"""Messages to create runs and train them with forward and forward-backward, and their results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class ModelData(Response):
     model_name: str | None = None
     tokenizer_id: str | None = None
     model_id: ModelID | None = None
-    """Of the run, and the rank of its adapter: the documentation shows both here, the official type has neither."""
+    """The run id and the adapter rank below are shown in the documentation, but not in the official type."""
     lora_rank: int | None = None
 
 
@@ -99,7 +99,7 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """A forward or forward-backward as it is carried out, whichever way it came."""
+    """A forward or forward-backward in the form that is executed, whatever its encoding was."""
 
     model_id: ModelID
     seq_id: int
@@ -111,12 +111,12 @@ class TrainingRequest:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """``loss_fn_outputs`` holds tensors by name for each datum, ``logprobs`` among them."""
+    """``loss_fn_outputs`` holds tensors by name for each datum, including ``logprobs``."""
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
     metrics: dict[str, float] = field(default_factory=dict)
-    """Names end in ``:`` and how values of parts of a batch are reduced to one."""
+    """Each name ends in ``:`` and the reduction that combines the values of a batch's parts."""
 
     @property
     def loss(self) -> float:

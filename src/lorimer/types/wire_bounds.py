@@ -1,7 +1,7 @@
-"""How much a training request in protobuf holds, counted on its bytes before any message is built from it.
+"""Counts what a protobuf training request holds, on its bytes, before any message is built from it.
 
-Nested messages are walked only where something in them is counted; everything else is stepped over by its length. Each
-step counts, so that the walk itself is bounded. Whether the bytes make sense is left to the parser.
+Walks nested messages only if something in them is counted and skips everything else by its length. Every field visited
+counts, so the walk itself is bounded. The parser validates the bytes.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from lorimer.errors import InvalidInput, TooLarge
 
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
 _MODEL_ID, _SEQ_ID, _DATA, _LOSS_FN, _CONFIG, _CONFIG_V2 = 1, 2, 3, 4, 5, 7
-"""Fields of ``ForwardBackwardRequest``."""
+"""Field numbers of ``ForwardBackwardRequest``."""
 _LOSS_FN_INPUTS = 2
-"""Of ``Datum``; an entry of the map has its tensor in field 2."""
+"""A field number of ``Datum``; a map entry has its tensor in field 2."""
 _TENSOR, _SHAPE = 2, 4
 _MAX_SHAPE_BYTES = 64
 _SHAPE_CHECK_BYTES = 2**24
-"""In smaller bodies shapes are not looked for: parsed, they take eight times their bytes and no more."""
+"""Smaller bodies are not searched for shapes: parsed, a shape takes at most eight times its bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class WireLimits:
 
     datums: int
     fields: int
-    """Everything that has a tag: datums, chunks, tensors, spans, entries of maps, and the values in those."""
+    """Everything with a tag: datums, chunks, tensors, spans, map entries, and the values in those."""
 
 
 @dataclass
 class Found:
-    """What the walk came by, also if it was broken off."""
+    """What the walk has found so far, even if it was aborted."""
 
     model_id: str | None = None
     seq_id: int | None = None
@@ -41,7 +41,7 @@ class Found:
 
 
 class TooMany(TooLarge):
-    """More than is accepted; says whose request it was, if that came first."""
+    """A request above a limit; names the run and number if they came first."""
 
     def __init__(self, message: str, found: Found) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class TooMany(TooLarge):
 
 
 def check_training_request(body: bytes, limits: WireLimits) -> Found:
-    """Count, and refuse the body at the first thing too many."""
+    """Count, and refuse the body when the first limit is exceeded."""
     found = Found(_limits=limits)
     for number, kind, start, end in _fields(body, 0, len(body), found):
         if number == _DATA and kind == _BYTES:
@@ -69,7 +69,7 @@ def check_training_request(body: bytes, limits: WireLimits) -> Found:
 
 
 def loss_of(body: bytes) -> bytes:
-    """The fields of a request that say which loss it has; its datums are stepped over."""
+    """Return the fields of a request that define its loss, skipping its datums."""
     found = Found(_limits=WireLimits(len(body), len(body)))
     parts, end = [], 0
     for number, kind, _, after in _fields(body, 0, len(body), found):
@@ -89,7 +89,7 @@ def _count_datum(body: bytes, start: int, end: int, found: Found) -> None:
 
 
 def _check_shape(body: bytes, start: int, end: int, found: Found) -> None:
-    """A shape takes eight times its bytes when it is parsed."""
+    """Refuse large shapes: a parsed shape takes eight times its bytes."""
     for number, kind, begin, stop in _fields(body, start, end, found):
         if number == _SHAPE and kind == _BYTES and stop - begin > _MAX_SHAPE_BYTES:
             raise TooMany(
@@ -100,7 +100,7 @@ def _check_shape(body: bytes, start: int, end: int, found: Found) -> None:
 
 
 def _fields(body: bytes, at: int, end: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
-    """Number, wire type, beginning and end of the value of each field."""
+    """Yield the number, wire type, start and end of each field's value."""
     most = found._limits.fields
     while at < end:
         found.num_fields += 1
@@ -135,7 +135,7 @@ def _fields(body: bytes, at: int, end: int, found: Found) -> Iterator[tuple[int,
 
 
 def _read_varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number and where it ends."""
+    """Return the number and its end."""
     if at < end and body[at] < 0x80:
         return body[at], at + 1
     value = 0

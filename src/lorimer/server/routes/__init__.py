@@ -1,6 +1,6 @@
-"""Every path of the API: each route decodes, checks whose the object is, hands on and encodes.
+"""The routes of the API: each decodes the request, checks ownership, calls the scheduler or the store, and encodes.
 
-A module is a feature; `ALL_ROUTES` is what the application serves, `/openapi.json` its description.
+Each module is one feature. `ALL_ROUTES` is what the application serves and `/openapi.json` describes.
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ from lorimer.server.routes.replies import reply
 
 
 async def get_openapi(request: Request) -> Response:
-    """This description."""
+    """Return the OpenAPI document."""
     return reply(description())
 
 

@@ -1,4 +1,4 @@
-"""Addresses that a browser or `urllib` can fetch without a key, as seen by whoever asked for them."""
+"""Builds signed URLs that a browser or `urllib` can fetch without a key, as seen by the caller."""
 
 import re
 from datetime import datetime
@@ -12,17 +12,17 @@ PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def signed_address(request: Request, name: str) -> tuple[str, datetime]:
-    """The full address of a download, below the host and path prefix of the request itself, and its end."""
+    """Return the full URL of a download, with the host and path prefix of the request, and its expiry."""
     context = context_of(request)
     path, expires = context.signer.sign_download(DOWNLOADS + name, context.now(), context.settings.download_seconds)
     return base_address(request) + path, expires
 
 
 def base_address(request: Request) -> str:
-    """Where the caller reaches this server.
+    """Return the base URL under which the caller reaches this server.
 
-    A proxy in front may say that it speaks TLS or takes a prefix off. Anybody is believed who says so: the address
-    goes back to them and to nobody else.
+    A proxy in front may add headers saying that it terminates TLS or strips a prefix. These headers are trusted from
+    anybody, because the URL goes back only to the caller who sent them.
     """
     base = request.base_url
     scheme, prefix = request.headers.get("x-forwarded-proto"), request.headers.get("x-forwarded-prefix", "")

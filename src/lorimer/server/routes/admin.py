@@ -1,4 +1,4 @@
-"""What was done and what was used: audit log, tokens by the hour, storage of checkpoints. Each user sees their own."""
+"""Audit log, hourly token usage and checkpoint storage. Each user sees only their own."""
 
 import re
 from datetime import UTC, date, datetime, timedelta
@@ -30,7 +30,7 @@ GIGABYTE = 10**9
 
 
 async def get_audit_log(request: Request) -> Response:
-    """What the caller did, newest first; of one kind of thing or one day (UTC) if asked."""
+    """Return the caller's audit log, newest first, optionally of one event type or one day (UTC)."""
     event_type = query_word(request, "event_type", EVENT_TYPES)
     found = await context_of(request).store.read(
         audit.entries, user_id=user_of(request).user_id, event_type=event_type, day=query_day(request)
@@ -62,7 +62,7 @@ def query_day(request: Request) -> date | None:
 
 
 async def get_usage(request: Request) -> Response:
-    """The caller's tokens and checkpoints in each hour of a time of up to 14 days."""
+    """Return the caller's hourly token and checkpoint usage over up to 14 days."""
     start, end = query_moment(request, "starting_on"), query_moment(request, "ending_before")
     for name, moment in (("starting_on", start), ("ending_before", end)):
         if moment.minute or moment.second or moment.microsecond:
@@ -114,7 +114,7 @@ def event_info(bucket: UsageBucket) -> types.BillingEventInfo:
 
 
 async def get_storage_usage(request: Request) -> Response:
-    """How many checkpoints the caller has now, and how large they are, by project."""
+    """Return the number and size of the caller's current checkpoints, by project."""
     user, project_id = user_of(request), query_text(request, "project_id")
     found, quotas = await context_of(request).store.read(storage_of, user.user_id, project_id, user_quotas(request))
     items = [
@@ -135,7 +135,7 @@ async def get_storage_usage(request: Request) -> Response:
 def storage_of(
     c: Connection, user_id: str, project_id: str | None, quotas: types.UserQuotas
 ) -> tuple[list[StorageUsage], types.UserQuotas]:
-    """What checkpoints take up in one project or all, and beside the quotas always in all."""
+    """Return the storage used in one project or all, and the quotas with the storage used in all projects."""
     found = checkpoints.storage_usage(c, user_id, project_id)
     return found, quotas.model_copy(update={"stored_bytes": stored_bytes(c, user_id)})
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, at Tinker's prefix for it: messages, counting their tokens, models."""
+"""Anthropic's Messages API at Tinker's prefix for it: messages, token counts, models."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +21,7 @@ PREFIX = "/anthropic/api/v1"
 
 
 async def create_message(request: Request) -> Response:
-    """The next message of a conversation."""
+    """Generate the next message of a conversation."""
     body = await read_parameters(request, MessagesRequest)
     chat_body = messages.chat_request(body)
     with Reader(request) as reader:
@@ -32,14 +32,14 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """The size of a prompt."""
+    """Count the tokens of a prompt."""
     body = await read_parameters(request, CountRequest)
     with Reader(request) as reader:
         return reply(await reader.wait(messages.count(request, body)))
 
 
 async def list_models(request: Request) -> Response:
-    """Base models; paths of checkpoints are accepted besides."""
+    """List the base models. Checkpoint paths are accepted as models too."""
     names = list(context_of(request).scheduler.models)
     listing = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return reply({"data": [shown_model(name) for name in names], **listing})

@@ -1,4 +1,4 @@
-"""Tar archives made while they are sent: regular files only, at the top level, of known sizes."""
+"""Builds tar archives while they are sent: regular top-level files of known sizes."""
 
 import asyncio
 import tarfile
@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 MARKER = "checkpoint_complete"
-"""An empty file that the SDK looks for."""
+"""An empty file by which the SDK recognizes a complete archive."""
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some bytes of an archive: given ones, or those of an open file, filled up to whole blocks."""
+    """A piece of an archive: given bytes, or an open file padded to whole blocks."""
 
     content: bytes | BinaryIO
     size: int
 
 
 def archive_parts(directory: Path, names: list[str]) -> list[Part]:
-    """An archive of these files and the marker. Files are open from now on, so that deleting them ends nothing."""
+    """Return the parts of an archive of these files and the marker.
+
+    The files are opened immediately, so deleting them does not interrupt the download.
+    """
     parts: list[Part] = []
     for name in names:
         file = (directory / name).open("rb")
@@ -33,7 +36,7 @@ def archive_parts(directory: Path, names: list[str]) -> list[Part]:
 
 
 async def parts_bytes(parts: list[Part]) -> AsyncIterator[bytes]:
-    """What is sent, piece by piece; closes the files."""
+    """Yield the bytes of the parts, then close their files."""
     try:
         for part in parts:
             if isinstance(part.content, bytes):

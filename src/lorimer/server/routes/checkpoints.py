@@ -1,4 +1,4 @@
-"""Runs and checkpoints: listed, described, published, copied, given an end, deleted."""
+"""Routes for runs and checkpoints: list, describe, publish, copy, set an expiry, delete."""
 
 from datetime import timedelta
 from typing import Any
@@ -58,7 +58,7 @@ def shown_checkpoint(checkpoint: Checkpoint) -> types.Checkpoint:
 
 
 def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
-    """A run with the newest of `found`, its checkpoints that the caller may see, newest first."""
+    """Describe a run. `found` are its checkpoints visible to the caller, newest first."""
     newest: dict[str, types.Checkpoint] = {}
     for checkpoint in found:
         if checkpoint.kind not in newest:
@@ -85,7 +85,7 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
 
 
 def readable(request: Request, found: list[Checkpoint]) -> list[Checkpoint]:
-    """Without exports for releases that would refuse the whole list over one."""
+    """Drop exports for SDK releases that would reject the whole list because of one."""
     if knows_external(sdk_of(request)):
         return found
     return [checkpoint for checkpoint in found if checkpoint.kind != "external"]
@@ -95,7 +95,7 @@ def readable(request: Request, found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 async def list_training_runs(request: Request) -> Response:
-    """The caller's runs, newest first; `accessible` adds others' that have a published checkpoint."""
+    """List the caller's runs, newest first; `accessible` adds other users' runs with a published checkpoint."""
     limit, offset = query_page(request, 20)
     found, total = await context_of(request).store.read(
         page_of_runs,
@@ -115,7 +115,7 @@ def page_of_runs(c: Connection, /, user_id: str, **query: Any) -> tuple[list[typ
 
 
 async def get_training_run(request: Request) -> Response:
-    """One run, the caller's own or with `accessible` one that has a published checkpoint."""
+    """Return one run: the caller's own or, with `accessible`, one with a published checkpoint."""
     run_id, user_id = request.path_params["run_id"], user_of(request).user_id
     scope = query_word(request, "access_scope", SCOPES)
     found = await context_of(request).store.read(accessible_run, run_id, user_id) if is_id(run_id) else None
@@ -125,7 +125,7 @@ async def get_training_run(request: Request) -> Response:
 
 
 async def list_checkpoints(request: Request) -> Response:
-    """All checkpoints of a run, newest first; of another user's run the published ones."""
+    """List all checkpoints of a run, newest first; of another user's run only the published ones."""
     run_id = request.path_params["run_id"]
     user_id = user_of(request).user_id
     found = await context_of(request).store.read(accessible_run, run_id, user_id) if is_id(run_id) else None
@@ -137,13 +137,13 @@ async def list_checkpoints(request: Request) -> Response:
 
 
 async def list_user_checkpoints(request: Request) -> Response:
-    """The caller's checkpoints of all runs, newest first."""
+    """List the caller's checkpoints of all runs, newest first."""
     limit, offset = query_page(request, 100)
     user_id, store = user_of(request).user_id, context_of(request).store
     if knows_external(sdk_of(request)):
         found, total = await store.read(checkpoints.list_for_user, user_id, limit, offset)
     else:
-        # Pages are cut after exports are left out: a short page ends the list for those who turn them.
+        # Filter exports before cutting pages: clients take a short page for the last one.
         everything, _ = await store.read(checkpoints.list_for_user, user_id, 2**31, 0)
         readable_ones = readable(request, everything)
         found, total = readable_ones[offset : offset + limit], len(readable_ones)
@@ -155,22 +155,22 @@ async def list_user_checkpoints(request: Request) -> Response:
 
 
 def named_path(request: Request) -> str:
-    """The `tinker://` path that the path of the request names."""
+    """Return the `tinker://` path that the request's URL names."""
     parts = request.path_params
     return f"tinker://{parts['run_id']}/{parts['segment']}/{parts['name']}"
 
 
 async def named_checkpoint(request: Request, *, to_read: bool = False) -> Checkpoint:
-    """The checkpoint that the path of the request names."""
+    """Return the checkpoint that the request's URL names."""
     if request.path_params["segment"] not in KINDS:
         raise missing_checkpoint(named_path(request))
     return await find_checkpoint(request, named_path(request), to_read=to_read)
 
 
-def change(
+def change_and_audit(
     c: Connection, checkpoint: Checkpoint, event: str, details: dict[str, Any] | None, action: Any, *values: Any
 ) -> bool:
-    """Do something to a checkpoint and commit it."""
+    """Apply ``action`` to a checkpoint and, if that changed it, add an audit entry in the same transaction."""
     is_there: bool = action(c, checkpoint.checkpoint_key, *values)
     if is_there:
         audit.record(
@@ -188,23 +188,23 @@ async def apply(
     request: Request, event: str, action: Any, *values: Any, details: dict[str, Any] | None = None
 ) -> Response:
     checkpoint = await named_checkpoint(request)
-    if not await context_of(request).store.write(change, checkpoint, event, details, action, *values):
+    if not await context_of(request).store.write(change_and_audit, checkpoint, event, details, action, *values):
         raise missing_checkpoint(named_path(request))
     return done()
 
 
 async def delete_checkpoint(request: Request) -> Response:
-    """Delete a checkpoint; samplers that use its weights go on."""
+    """Delete a checkpoint. Samplers that use its weights keep working."""
     return await apply(request, "checkpoint_deleted", checkpoints.delete)
 
 
 async def publish_checkpoint(request: Request) -> Response:
-    """Let every user load, sample and download a checkpoint; 409 if it is public."""
+    """Let every user load, sample and download a checkpoint; 409 if it is already public."""
     return await set_public(request, True)
 
 
 async def unpublish_checkpoint(request: Request) -> Response:
-    """Keep a checkpoint to its owner again; 409 if it is private."""
+    """Make a checkpoint private again; 409 if it is already private."""
     return await set_public(request, False)
 
 
@@ -217,12 +217,12 @@ async def set_public(request: Request, public: bool) -> Response:
 
 
 def change_visibility(c: Connection, checkpoint: Checkpoint, public: bool, key: str) -> None:
-    """Publish or unpublish, once: a retry with the key of the request that did it succeeds too."""
+    """Publish or unpublish a checkpoint. A retry with the same idempotency key succeeds without a second change."""
     event = "checkpoint_published" if public else "checkpoint_unpublished"
     path = path_of(checkpoint)
     if key and idempotency.recall(c, checkpoint.user_id, f"{event} {key}") == path:
         return
-    if not change(c, checkpoint, event, None, checkpoints.set_public, public):
+    if not change_and_audit(c, checkpoint, event, None, checkpoints.set_public, public):
         if checkpoints.find(c, checkpoint.model_id, checkpoint.kind, checkpoint.name) is None:
             raise missing_checkpoint(path)
         detail = f"checkpoint {path!r} is {'public' if public else 'private'} already; nothing was changed"
@@ -232,7 +232,7 @@ def change_visibility(c: Connection, checkpoint: Checkpoint, public: bool, key: 
 
 
 async def set_ttl(request: Request) -> Response:
-    """Give a checkpoint an end, counted from now; null keeps it for ever."""
+    """Set when a checkpoint expires, counted from now; null removes the expiry."""
     ttl = check_ttl((await decode(request, SetTtlRequest)).ttl_seconds)
     expires_at = None if ttl is None else context_of(request).now() + timedelta(seconds=ttl)
     details = {"ttl_seconds": ttl}
@@ -243,10 +243,10 @@ async def set_ttl(request: Request) -> Response:
 
 
 async def copy_weights(request: Request) -> Response:
-    """A checkpoint of one's own on the weights of another, which are not copied.
+    """Create a checkpoint of the caller that shares another checkpoint's weights, without copying files.
 
     The copy belongs to a run that cannot be trained: number `model_seq_id` of a session or, with a project, number 0 of
-    a session that is made for it.
+    a new session.
     """
     context, user = context_of(request), user_of(request)
     body = await decode(request, types.CopyWeightsRequest)
@@ -277,7 +277,7 @@ def copy_checkpoint(
     max_runs: int,
     max_stored_bytes: int,
 ) -> str:
-    """The path of the copy, made now unless the same key made it before."""
+    """Create the copy and return its path. A retry with the same idempotency key returns the first path."""
     if key and (path := idempotency.recall(c, user_id, f"copy_weights {key}")) is not None:
         return str(path)
     found = checkpoints.find(c, source.model_id, source.kind, source.name)

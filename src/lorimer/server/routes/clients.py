@@ -1,4 +1,4 @@
-"""What a client asks before and beside its work: flags, credentials, models; and the telemetry it reports."""
+"""Routes for clients themselves: feature flags, tokens and keys, served models, and telemetry."""
 
 import contextlib
 
@@ -21,24 +21,24 @@ from lorimer.types.admin import ApiKeyDetails, ApiKeyOrganization, ApiKeyRespons
 from lorimer.types.compatibility import SdkVersion, client_config, dynamic_config
 
 FIRST_WITH_WHOAMI = SdkVersion(0, 24, 0)
-"""Releases from here on read who is calling from the token; the others gain nothing by one."""
+"""The first SDK release that reads the caller's identity from the token; earlier ones have no use for a token."""
 
 
 async def get_client_config(request: Request) -> Response:
-    """The flags that a release of the SDK supports and this server serves."""
+    """Return the flags that the caller's SDK release supports and this server implements."""
     body = await decode(request, types.ClientConfigRequest)
     version = SdkVersion.of_request(request.headers, body.sdk_version)
     return reply(client_config(version) | {"pjwt_auth_enabled": version >= FIRST_WITH_WHOAMI})
 
 
 async def get_dynamic_config(request: Request) -> Response:
-    """The flags that a client reads again from time to time."""
+    """Return the flags that a client re-reads periodically."""
     body = await decode(request, types.ClientConfigRequest)
     return reply(dynamic_config(SdkVersion.of_request(request.headers, body.sdk_version)))
 
 
 async def create_token(request: Request) -> Response:
-    """A token in exchange for the key; it ends with the key, and by itself after a day."""
+    """Exchange the key for a token, which expires after a day or when the key is revoked."""
     context, key = context_of(request), key_of(request)
     key_id = key.key_id if key else None
     token = context.signer.issue_token(user_of(request), key_id, context.now())
@@ -46,7 +46,7 @@ async def create_token(request: Request) -> Response:
 
 
 async def get_key(request: Request) -> Response:
-    """The key that was shown, for `tinker auth login`."""
+    """Return the key of the request, for `tinker auth login`."""
     user, key = user_of(request), key_of(request)
     details = ApiKeyDetails(
         org_details=ApiKeyOrganization(name=ORGANIZATION), user_details=ApiKeyUser(email=user.email or user.name)
@@ -57,7 +57,7 @@ async def get_key(request: Request) -> Response:
 
 
 async def revoke_key(request: Request) -> Response:
-    """End the key that was shown."""
+    """Revoke the key of the request."""
     context, key = context_of(request), key_of(request)
     if key is None:
         raise NotFound("this server runs without keys; there is none to revoke")
@@ -68,13 +68,13 @@ async def revoke_key(request: Request) -> Response:
 
 
 async def get_capabilities(request: Request) -> Response:
-    """The base models of this server."""
+    """List the base models of this server."""
     models = [supported_model(model) for model in context_of(request).scheduler.served_models()]
     return reply(types.GetServerCapabilitiesResponse(supported_models=models))
 
 
 def supported_model(model: ServedModel) -> types.SupportedModel:
-    """A model's context length is known once its engine has run."""
+    """Describe a base model. Its context length is known only once its engine has started."""
     is_usable = model.state != "failed"
     context_length = model.info.max_context if model.info else None
     return types.SupportedModel(
@@ -83,10 +83,10 @@ def supported_model(model: ServedModel) -> types.SupportedModel:
 
 
 async def send_telemetry(request: Request) -> Response:
-    """Keep what a client reports.
+    """Persist telemetry events of a client.
 
-    A client that gets no acceptance asks again every second and holds its user's errors back for half a minute, so that
-    a report which cannot be kept is dropped without a word.
+    Always respond `accepted`: otherwise the client retries every second and delays its user's errors for half a minute.
+    Events that cannot be stored are dropped silently.
     """
     with contextlib.suppress(LorimerError):
         await keep_telemetry(request)

@@ -1,7 +1,7 @@
-"""Files to download: their addresses, which are signed, and what these lead to.
+"""Issues signed download URLs and serves the files behind them.
 
-An address needs no key; its signature and its end are checked before anything else. That of a checkpoint holds the
-checkpoint's random key, so that it ends with the checkpoint even if another takes its name.
+A URL needs no key; its signature and expiry are checked first. The URL of a checkpoint contains the checkpoint's random
+key, so it stops working when the checkpoint is deleted, even if another takes its name.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from lorimer.store.checkpoints import Checkpoint
 from lorimer.types.paths import KINDS, SEGMENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What is handed out; the state of a run's training is not."""
+"""The files that users may download; the training state of a run is not among them."""
 MAX_TRACED = 100_000
 BYTES = "application/octet-stream"
 
@@ -41,7 +41,7 @@ BYTES = "application/octet-stream"
 
 
 async def external_weights_urls(request: Request) -> Response:
-    """An address for each file of an export."""
+    """Return a signed URL for each file of an export."""
     checkpoint = await named_checkpoint(request, to_read=True)
     if checkpoint.kind != "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is no export; paths with /external_weights/ are")
@@ -59,7 +59,7 @@ async def external_weights_urls(request: Request) -> Response:
 
 
 async def archive(request: Request) -> Response:
-    """A redirect to an archive of the adapter, as releases up to 0.35 download it."""
+    """Redirect to an archive of the adapter, which SDK releases up to 0.35 download."""
     checkpoint = await named_checkpoint(request, to_read=True)
     if checkpoint.kind == "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is an export; external_weights_urls has its files")
@@ -75,12 +75,12 @@ def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -
 
 
 def adapter_files(checkpoint: Checkpoint) -> list[str]:
-    """Those of the files that make up the adapter."""
+    """Return the names of the checkpoint's files that make up the adapter."""
     return [name for name in ADAPTER_FILES if name in checkpoint.weights.files]
 
 
 async def check_files(request: Request, checkpoint: Checkpoint) -> None:
-    """Raise unless every byte that would be handed out is as it was saved."""
+    """Verify the checksums of the files to download. Raise if one was damaged since it was saved."""
     directory = context_of(request).directory.weights / checkpoint.weights.name
     await asyncio.to_thread(
         verify, directory, {name: checkpoint.weights.files[name] for name in adapter_files(checkpoint)}
@@ -101,7 +101,7 @@ async def record_download(request: Request, checkpoint: Checkpoint) -> None:
 
 
 async def download_file(request: Request) -> Response:
-    """One file of a checkpoint; parts of it with `Range`, unless it is encrypted."""
+    """Send one file of a checkpoint. `Range` requests are supported unless the file is encrypted."""
     checkpoint = await signed_checkpoint(request)
     name, recipients = request.path_params["file"], recipients_of(checkpoint)
     plain_name = name.removesuffix(SUFFIX) if recipients else name
@@ -117,7 +117,7 @@ async def download_file(request: Request) -> Response:
 
 
 async def download_archive(request: Request) -> Response:
-    """The files of an adapter in one tar."""
+    """Send the files of an adapter as a tar archive."""
     checkpoint = await signed_checkpoint(request)
     directory = context_of(request).directory.weights / checkpoint.weights.name
     for name in adapter_files(checkpoint):
@@ -128,7 +128,7 @@ async def download_archive(request: Request) -> Response:
 
 
 def check_presence(path: Path, checkpoint: Checkpoint) -> None:
-    """The content was checked when the address was made; the file may have gone since."""
+    """Raise if a file was deleted after its URL was signed, when its content was verified."""
     if not path.exists():
         raise CheckpointError(f"{path.name!r} of the checkpoint {checkpoint.name!r} is missing on the server")
 
@@ -138,7 +138,7 @@ def file_headers(name: str, size: int) -> dict[str, str]:
 
 
 async def signed_checkpoint(request: Request) -> Checkpoint:
-    """The checkpoint of a signed address, while it is there."""
+    """Verify the signature of the request and return its checkpoint. Raise `Gone` if it was deleted or has expired."""
     check_signature(request)
     parts = request.path_params
     place = (parts["run_id"], KINDS[parts["segment"]], parts["name"])
@@ -149,7 +149,7 @@ async def signed_checkpoint(request: Request) -> Checkpoint:
 
 
 async def download_trace(request: Request) -> Response:
-    """What a session did when, for https://ui.perfetto.dev or chrome://tracing."""
+    """Send the trace of a session, for https://ui.perfetto.dev or chrome://tracing."""
     check_signature(request)
     context, session_id = context_of(request), request.path_params["session_id"]
     content = await context.store.read(trace_of, session_id, context.now())

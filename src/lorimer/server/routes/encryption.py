@@ -1,8 +1,8 @@
-"""Exports encrypted to age recipients, while they are downloaded.
+"""Encrypts exports to age recipients while they are downloaded.
 
-The recipients are kept with the checkpoint, in its metadata, where everybody who may list it sees them. Exports are not
-loaded or sampled, so that the files leave the server in no other form. The package `pyrage` does the work; a server
-without it refuses such exports.
+The recipients are stored in the checkpoint's metadata, visible to everybody who may list it. Exports cannot be loaded
+or sampled, so the files leave the server only in encrypted form. Needs the package `pyrage`; a server without it
+refuses such exports.
 """
 
 import tempfile
@@ -17,13 +17,13 @@ from lorimer.server.routes.ownership import quote_id
 from lorimer.store.checkpoints import Checkpoint
 
 RECIPIENTS = "age_recipients"
-"""The name in the metadata of an export."""
+"""The key of the recipients in an export's metadata."""
 SUFFIX = ".age"
 MAX_RECIPIENTS = 10
 
 
 def recipients_metadata(recipients: list[str] | None) -> dict[str, str] | None:
-    """The metadata of an export to these recipients, which must be ones that can be encrypted to."""
+    """Validate the recipients and return them as metadata of the export."""
     if not recipients:
         return None
     if len(recipients) > MAX_RECIPIENTS:
@@ -33,7 +33,7 @@ def recipients_metadata(recipients: list[str] | None) -> dict[str, str] | None:
 
 
 def recipients_of(checkpoint: Checkpoint) -> list[str]:
-    """To whom an export is encrypted; nobody, if it is not."""
+    """Return the recipients that an export is encrypted to; empty if it is not encrypted."""
     if checkpoint.kind != "external":
         return []
     found: list[str] = orjson.loads(checkpoint.user_metadata.get(RECIPIENTS, "[]"))
@@ -41,7 +41,7 @@ def recipients_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def parse_recipients(recipients: list[str]) -> list[Any]:
-    """The keys as the library has them: age's own and SSH's."""
+    """Parse age and SSH public keys into `pyrage` recipients."""
     try:
         import pyrage  # type: ignore[import-untyped]
     except ImportError:
@@ -60,7 +60,7 @@ def parse_recipients(recipients: list[str]) -> list[Any]:
 
 
 def encrypted(source: Path, recipients: list[str], room: Path) -> tuple[BinaryIO, int]:
-    """A file without a name, below `room`, with the encrypted content of another, and its size."""
+    """Encrypt a file into an anonymous temporary file in `room`. Return that file and its size."""
     parsed = parse_recipients(recipients)
     import pyrage
 
@@ -71,7 +71,7 @@ def encrypted(source: Path, recipients: list[str], room: Path) -> tuple[BinaryIO
         size = target.tell()
         target.seek(0)
     except BaseException as error:
-        with suppress(OSError):  # what it could not write before it cannot write now
+        with suppress(OSError):  # closing may fail to flush again
             target.close()
         if isinstance(error, OSError | pyrage.EncryptError):
             raise StorageError(f"the export cannot be encrypted: {error}") from error

@@ -1,7 +1,7 @@
-"""Waiting for results: one future, all futures of a sampling client, and giving one up.
+"""Routes that wait for results: one future, all futures of a sampling client, and cancellation.
 
-Polls are held until there is something to say or `poll_seconds` are over. They are answered with 200, 408 (not yet) or
-410 (nothing is known of it, submit again), which is also the answer for another user's.
+Polls are held until a result is ready or `poll_seconds` have passed. The response is 200, 408 (not ready, retry) or 410
+(unknown or expired, submit again); another user's future also gives 410.
 """
 
 import orjson
@@ -29,11 +29,11 @@ from lorimer.types.encoding import (
 from lorimer.types.futures import CancelFutureRequest, CompleteMetadataResponse, TryAgainResponse
 
 METADATA_BYTES = 1024 * 1024
-"""A larger result is announced first, to a client that allows it."""
+"""A larger result is announced by its size first, if the client allows that."""
 
 
 async def retrieve_future(request: Request) -> Response:
-    """The result of an operation or a sample, as soon as there is one."""
+    """Wait for the result of an operation or a sample and return it."""
     context = context_of(request)
     body = await decode(request, types.FutureRetrieveRequest)
     await check_future(request, body.request_id)
@@ -60,7 +60,7 @@ def try_again(request_id: str, outcome: Outcome) -> Response:
 
 
 async def result(request: Request, request_id: str, outcome: Outcome) -> Response:
-    """The bytes as they are kept, or as JSON for a release that cannot read protobuf."""
+    """Return the stored bytes, converted to JSON for SDK releases that cannot read protobuf."""
     if outcome.result_format == "json":
         return Response(outcome.result, media_type=JSON)
     if accepts_protobuf(request.headers.get("accept", "")):
@@ -80,7 +80,7 @@ def as_json(kind: str, data: bytes) -> bytes:
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """What of a sampling client has finished since the cursor."""
+    """Return the samples of a sampling client that have finished since the cursor."""
     context = context_of(request)
     body = await decode(request, types.FuturesRetrieveRequest)
     target = body.target
@@ -104,7 +104,7 @@ def completion(item: Completion) -> types.FutureFinished | types.FutureFailed:
 
 
 async def cancel_future(request: Request) -> Response:
-    """Give a sample up; one that is finished stays."""
+    """Cancel a sample. A finished sample stays available."""
     body = await decode(request, CancelFutureRequest)
     await check_future(request, body.request_id)
     await context_of(request).scheduler.cancel(body.request_id)

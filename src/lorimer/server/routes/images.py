@@ -1,7 +1,7 @@
-"""Whether the model that a request is for reads images.
+"""Checks whether the model of a request reads images.
 
-How many and how large they are was checked when the body was decoded (``data_checks.py``). What is in a file is the
-engine's question: it decodes in a process of its own, away from keys and the database.
+The number and size of images are validated when the body is decoded (``data_checks.py``). The engine decodes the files,
+in its own process, away from keys and the database.
 """
 
 from lorimer.errors import Unsupported
@@ -9,7 +9,7 @@ from lorimer.server.context import Context
 
 
 async def admit_images(context: Context, base_model: str, first_image: str) -> None:
-    """Refuse the chunk called ``first_image``, if there is one, where the model reads none."""
+    """Raise ``Unsupported`` if the request has an image, named ``first_image``, and the model reads none."""
     if not first_image:
         return
     info = await context.scheduler.model_info(base_model)

@@ -1,6 +1,6 @@
-"""The caller's own keys: listed, made and revoked. Keys of other users do not exist here.
+"""Routes for the caller's own keys: list, create and revoke. Other users' keys are invisible.
 
-A server without keys gets its first one from its operator, by ``lorimer key create``: it shuts everybody else out.
+The operator of a server in open mode creates the first key with ``lorimer key create``, because that ends open mode.
 """
 
 from sqlalchemy import Connection
@@ -21,11 +21,11 @@ from lorimer.types.overview import CreateKeyRequest, CreateKeyResponse, KeyEntry
 
 MAX_NAME_CHARS = 200
 MAX_KEYS = 100
-"""Of one user that are not revoked."""
+"""The maximum number of unrevoked keys per user."""
 
 
 async def list_keys(request: Request) -> Response:
-    """The caller's keys, without their secrets."""
+    """List the caller's keys without their secrets."""
     keys, stored = await context_of(request).store.read(keys_and_storage, user_of(request).user_id)
     entries = [KeyEntry.model_validate(shown(request, key)) for key in keys]
     return reply(KeysResponse(keys=entries, quotas=user_quotas(request, stored)))
@@ -42,7 +42,7 @@ def shown(request: Request, key: ApiKey) -> dict[str, object]:
 
 
 async def create_key(request: Request) -> Response:
-    """A new key of the caller; its secret is in this answer and nowhere else."""
+    """Create a key for the caller. Its secret appears only in this response."""
     context, user = context_of(request), user_of(request)
     body = await decode(request, CreateKeyRequest)
     if context.credentials.is_open:
@@ -55,12 +55,12 @@ async def create_key(request: Request) -> Response:
     if usable >= MAX_KEYS:
         raise TooLarge(f"you have {usable} keys; at most {MAX_KEYS} is accepted: revoke one")
     key, secret = await context.credentials.create(user.name, body.name)
-    await context.store.write(note, "key_created", key)
+    await context.store.write(record_key_event, "key_created", key)
     return reply(CreateKeyResponse.model_validate(shown(request, key) | {"secret": secret}))
 
 
 async def revoke_own_key(request: Request) -> Response:
-    """End one of the caller's keys, but never the one this is asked with."""
+    """Revoke one of the caller's keys, but never the key of this request."""
     context, text = context_of(request), request.path_params["key_id"]
     held = await context.store.read(users.list_keys, user_of(request).user_id)
     key = next((key for key in held if str(key.key_id) == text), None)
@@ -70,11 +70,11 @@ async def revoke_own_key(request: Request) -> Response:
     if current is not None and current.key_id == key.key_id:
         raise Refusal(409, "key_in_use", f"key {key.key_id} is the one you ask with; use another to revoke it")
     if await context.credentials.revoke(key.key_id):
-        await context.store.write(note, "key_revoked", key)
+        await context.store.write(record_key_event, "key_revoked", key)
     return done()
 
 
-def note(c: Connection, event: str, key: ApiKey) -> None:
+def record_key_event(c: Connection, event: str, key: ApiKey) -> None:
     audit.record(c, user_id=key.user_id, event=event, details={"key_id": key.key_id, "prefix": key.prefix})
 
 

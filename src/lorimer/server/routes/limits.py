@@ -1,4 +1,4 @@
-"""What the fields of a request may be: lengths against the settings, numbers, and the names that we have."""
+"""Validates fields of requests: text lengths against the settings, ranges of numbers, and supported names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ from lorimer.types.optim import OPTIMIZERS
 MIN_TTL_SECONDS = 3600
 MAX_TTL_SECONDS = 10 * 366 * 86_400
 MAX_SEQ_ID = 2**31 - 1
-"""Of a training operation; its protobuf form has 32 bits."""
+"""The largest number of a training operation; its protobuf field has 32 bits."""
 
 
 def check_text(settings: Settings, **texts: str | None) -> None:
-    """Refuse fields that are longer than a name, an id or a sentence needs to be, or cannot be stored."""
+    """Refuse texts that exceed ``max_string_chars`` or contain NUL, which PostgreSQL cannot store."""
     for field, text in texts.items():
         check_count(f"the length of {field}", len(text or ""), settings.max_string_chars, "max_string_chars")
         if not is_id(text or ""):
@@ -32,7 +32,7 @@ def check_metadata(settings: Settings, value: object, field: str = "user_metadat
 
 
 def text_metadata(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as it comes back: texts stay, anything else becomes its JSON."""
+    """Return metadata as clients read it back: strings unchanged, any other value as its JSON."""
     if metadata is None:
         return None
     return {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in metadata.items()}
@@ -56,7 +56,7 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
 
 
 def check_optimizer(config: OptimizerConfig | None) -> None:
-    """Dimuon's update is not published, so that it is refused rather than imitated."""
+    """Refuse unsupported optimizers. Dimuon is refused because its update rule is not published."""
     if config is not None and config.type not in OPTIMIZERS:
         reason = "its update is not published" if config.type == "dimuon" else "it is not known"
         raise Unsupported(f"optimizer {quote_id(config.type)} is not available: {reason}; accepted is 'adamw'")

@@ -1,6 +1,6 @@
-"""Metrics of a run over its steps: what the engine measured and clients report, read on from a cursor; its operations.
+"""Routes for a run's metrics (measured by the engine or reported by clients, read from a cursor) and its operations.
 
-Only the owner of a run reads or reports; a published checkpoint opens none of it.
+Only the owner of a run can read or report metrics; publishing a checkpoint does not expose them.
 """
 
 import re
@@ -36,28 +36,31 @@ from lorimer.types.thinning import POINTS_PER_BUCKET
 MAX_OPERATIONS = 1000
 MAX_POINTS = 10_000
 MAX_ENTRIES_TO_THIN = 100_000
-ENTRIES_AT_ONCE = 10_000
-"""An answer of many entries is read in pieces, between which others read."""
+ENTRIES_PER_READ = 10_000
+"""A large response is read in several queries of this size, so that other reads run in between."""
 BYTES_OF_POINT = 40
 
 
 async def get_metrics(request: Request) -> Response:
-    """Points of a run's metrics, those that are new or were written again since a cursor; thinned if that is wanted."""
+    """Return a run's points that are new or rewritten since a cursor, thinned to `max_points` if given."""
     run = await find_run(request, request.path_params["run_id"])
     after, choice = query_cursor(request), query_choice(request)
     most = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
     limit = query_number(request, "limit", most, most)
     store = context_of(request).store
-    found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_AT_ONCE), choice)
+    found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_PER_READ), choice)
     while choice.max_points is not None and found.has_more and found.num_entries < limit:
-        room = min(limit - found.num_entries, ENTRIES_AT_ONCE)
+        room = min(limit - found.num_entries, ENTRIES_PER_READ)
         found = await store.read(metrics.read_on, run.model_id, found, room, choice)
     num_points = sum(len(one.steps) for one in found.series.values())
     return await off_loop(num_points * BYTES_OF_POINT, lambda: reply(answer(found, choice)))
 
 
 def answer(found: Reading, choice: Choice) -> dict[str, Any]:
-    """`RunMetricsResponse` as it is: there may be very many points, and numbers that are not finite become null."""
+    """Build the JSON of a `RunMetricsResponse` without pydantic, for speed.
+
+    Orjson writes non-finite numbers as null.
+    """
     series = [
         {"name": name, "source": source, "points": one.points()}
         | ({} if choice.max_points is None else {"steps_per_bucket": one.steps_per_bucket})
@@ -88,7 +91,7 @@ def query_cursor(request: Request) -> Cursor:
 
 
 async def report_metrics(request: Request) -> Response:
-    """Keep what the caller measured; a step that is reported again gets the later value."""
+    """Persist the values that a client measured. A later report of the same step replaces the earlier value."""
     context = context_of(request)
     run = await find_run(request, request.path_params["run_id"])
     body = await decode(request, ReportMetricsRequest, metrics_limits(context.settings))
@@ -126,7 +129,7 @@ def check_metric_name(name: str) -> None:
 
 
 async def list_operations(request: Request) -> Response:
-    """Operations of a run, newest first: what they were, when they were computed, how they ended."""
+    """List the operations of a run, newest first, with their times, states and errors."""
     run = await find_run(request, request.path_params["run_id"])
     before = query_number(request, "before", MAX_SEQ_ID + 1)
     limit = query_number(request, "limit", 100, MAX_OPERATIONS)

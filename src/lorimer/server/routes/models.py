@@ -1,4 +1,4 @@
-"""Base models by the names clients call them."""
+"""Looks up base models by the names that clients use."""
 
 from lorimer.errors import NotFound
 from lorimer.server.context import Context
@@ -13,9 +13,9 @@ def check_served(context: Context, base_model: str) -> None:
 
 
 def tokenizer_id(context: Context, base_model: str, directory: str) -> str | None:
-    """What the SDK loads the tokenizer from: the hub id of a model that came from the hub, else its directory.
+    """Return what the SDK loads the tokenizer from: the hub id of a model from the hub, else its directory.
 
-    The SDK takes a colon for the end of the id, so that a directory with one cannot be named.
+    The SDK treats a colon as the end of the id, so a directory with a colon cannot be given.
     """
     source = context.settings.engine_configs()[base_model].model
     is_from_hub = f"models--{source.replace('/', '--')}" in directory

@@ -1,6 +1,6 @@
-"""OpenAI's API for inference, at ``/v1`` and at Tinker's own prefix: models, completions, chat completions.
+"""OpenAI's inference API at ``/v1`` and at Tinker's own prefix: models, completions, chat completions.
 
-Both samples that are streamed and those that are not end when their client leaves; none is stored.
+A sample is cancelled when its client disconnects, streamed or not. Nothing is stored.
 """
 
 import time
@@ -27,11 +27,11 @@ from lorimer.types.paths import SCHEME, checkpoint_path
 
 PREFIXES = ("/v1", "/oai/api/v1")
 MAX_LISTED = 100
-"""Checkpoints in the list of models, the newest."""
+"""How many of the caller's newest checkpoints the list of models includes."""
 
 
 async def list_models(request: Request) -> Response:
-    """Base models, and the caller's newest checkpoints that can be sampled."""
+    """List the base models and the caller's newest checkpoints that can be sampled."""
     context, user = context_of(request), user_of(request)
     found, _ = await context.store.read(checkpoints.list_for_user, user.user_id, MAX_LISTED, 0)
     models = [base_model(request, name) for name in context.scheduler.models]
@@ -43,7 +43,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """One of them."""
+    """Return one model."""
     name = request.path_params["model"]
     if name.startswith(SCHEME):
         found = await find_checkpoint(request, name, to_read=True)
@@ -63,7 +63,7 @@ def shown_model(name: str, created: int, owner: str) -> dict[str, Any]:
 
 
 async def create_completion(request: Request) -> Response:
-    """Complete a prompt, or several."""
+    """Complete one or more prompts."""
     body = await read_parameters(request, CompletionRequest)
     with Reader(request) as reader:
         job = await reader.wait(completions.prepare(request, body))
@@ -73,7 +73,7 @@ async def create_completion(request: Request) -> Response:
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """The next message of a conversation."""
+    """Generate the next message of a conversation."""
     body = await read_parameters(request, ChatRequest)
     with Reader(request) as reader:
         job = await reader.wait(chat.prepare(request, body))

@@ -1,8 +1,8 @@
-"""What the numbered operations of a run have in common: a refused one has used its number.
+"""Shared handling of a run's numbered operations: a refused operation consumes its `seq_id`.
 
-A client goes on with the next number after a final refusal, so that the scheduler must not wait for the refused one.
-Answers after which a client repeats the same number (408, 429, 5xx) leave it open, but for a full quota: whoever
-repeats it finds the refused operation, with its reason.
+After a final refusal the client continues with the next number, so the scheduler must not wait for the refused one. A
+response after which the client retries with the same number (408, 429, 5xx) leaves the number free, except for an
+exhausted quota: a retry then finds the refused operation and its reason.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +30,7 @@ from lorimer.types import UntypedAPIFuture
 
 
 class Numbered(Protocol):
-    """A request that has a number within a run."""
+    """A request with a sequence number within a run."""
 
     @property
     def model_id(self) -> str | None: ...
@@ -41,12 +41,12 @@ class Numbered(Protocol):
 Body = TypeVar("Body", bound=Numbered)
 
 REPEATED = (408, 429)
-"""Refusals after which a client sends the same number again."""
+"""Statuses after which a client retries with the same number."""
 
 
 @dataclass(frozen=True)
 class Submitted(Generic[Body]):
-    """An operation that was decoded and whose run is the caller's."""
+    """A decoded operation whose run belongs to the caller."""
 
     context: Context
     user: User
@@ -56,7 +56,7 @@ class Submitted(Generic[Body]):
 
 
 async def read_json(request: Request) -> Any:
-    """The parsed body, a small one; an absent body is an empty object."""
+    """Read and parse a small JSON body. An absent body counts as an empty object."""
     limits = small_limits(context_of(request).settings)
     data = await read_body(request, limits)
     return await off_loop(len(data), lambda: parse_json(data or b"{}", limits.json))
@@ -64,7 +64,7 @@ async def read_json(request: Request) -> Any:
 
 @asynccontextmanager
 async def operation(request: Request, model: type[Body]) -> AsyncIterator[Submitted[Body]]:
-    """Decode the body of a numbered operation; an error inside counts its number as used."""
+    """Decode the body of a numbered operation. An error inside the block consumes its `seq_id`."""
     raw = await read_json(request)
     async with parsed_operation(request, model, raw) as submitted:
         yield submitted
@@ -72,9 +72,9 @@ async def operation(request: Request, model: type[Body]) -> AsyncIterator[Submit
 
 @asynccontextmanager
 async def parsed_operation(request: Request, model: type[Body], raw: object) -> AsyncIterator[Submitted[Body]]:
-    """As `operation`, for a body that was read and parsed."""
+    """Like `operation`, for a body that is already parsed."""
     fields = raw if isinstance(raw, dict) else {}
-    async with uses_number(request, fields.get("model_id"), fields.get("seq_id")):
+    async with consumes_seq_id(request, fields.get("model_id"), fields.get("seq_id")):
         body = validate(raw, model)
         if body.model_id is None:
             raise InvalidInput("model_id is missing; create_model gives one")
@@ -83,18 +83,21 @@ async def parsed_operation(request: Request, model: type[Body], raw: object) -> 
 
 
 @asynccontextmanager
-async def uses_number(request: Request, model_id: object, seq_id: object) -> AsyncIterator[None]:
-    """An error that the client will not repeat uses `seq_id` up, if that is a number of a run of the caller's."""
+async def consumes_seq_id(request: Request, model_id: object, seq_id: object) -> AsyncIterator[None]:
+    """Consume `seq_id` when the block fails with an error the client will not retry (4xx other than 408 and 429).
+
+    Ignored unless the run belongs to the caller and `seq_id` is a valid number. An exhausted quota consumes it too.
+    """
     try:
         yield
     except LorimerError as error:
         status, _ = status_of(error)
         if 400 <= status < 500 and (status not in REPEATED or isinstance(error, QuotaExceeded)):
-            await use_number(request, model_id, seq_id, str(error))
+            await _consume_seq_id(request, model_id, seq_id, str(error))
         raise
 
 
-async def use_number(request: Request, model_id: object, seq_id: object, reason: str) -> None:
+async def _consume_seq_id(request: Request, model_id: object, seq_id: object, reason: str) -> None:
     if not isinstance(model_id, str) or not is_id(model_id) or isinstance(seq_id, bool):
         return
     if not isinstance(seq_id, int) or not 1 <= seq_id <= MAX_SEQ_ID:
@@ -111,5 +114,5 @@ def submit_endpoint(
     body: type[BaseModel] | dict[str, Any],
     media: tuple[str, ...] = (JSON,),
 ) -> Endpoint:
-    """A route that takes work in and answers with the promise of a result."""
+    """Create a route that accepts work and responds with a future."""
     return Endpoint("POST", path, function, body=body, answer=UntypedAPIFuture, media=media)

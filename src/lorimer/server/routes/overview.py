@@ -1,6 +1,6 @@
-"""How the server stands, for the caller: who they are, its models, what waits, what went wrong lately.
+"""The server's status for the caller: their identity, the models, queued requests and recent errors.
 
-Of other users only sums are told.
+Other users' requests are shown only as totals.
 """
 
 import re
@@ -38,7 +38,7 @@ MAX_ERROR_CHARS = 2000
 
 
 async def get_caller(request: Request) -> Response:
-    """Who the caller is, and whether the server asks for keys."""
+    """Return the caller's identity, and whether the server requires keys."""
     user, credentials = user_of(request), context_of(request).credentials
     return reply(
         CallerResponse(user_id=user.user_id, name=user.name, needs_key=not credentials.is_open, version=__version__)
@@ -46,7 +46,7 @@ async def get_caller(request: Request) -> Response:
 
 
 async def get_overview(request: Request) -> Response:
-    """Models and their engines, what waits by user and run, and the caller's newest errors."""
+    """Return the models and their engines, queued requests by user and run, and the caller's newest errors."""
     context, user = context_of(request), user_of(request)
     num_runs, failed = await context.store.read(_facts, user.user_id)
     stats = context.scheduler.stats()
@@ -94,7 +94,7 @@ def model_overview(model: ServedModel, num_runs: int, machine: dict[str, int]) -
 
 
 def queue_of(user: User, queued: Iterable[QueuedRequests]) -> list[QueueEntry]:
-    """The user's requests by run; everybody else's by kind."""
+    """Return the user's queued requests by run, and everybody else's by kind."""
     own: list[QueueEntry] = []
     requests: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
@@ -130,7 +130,7 @@ def recent_error(row: FutureRow) -> RecentError:
 
 
 def resident_bytes(pid: int | None) -> int | None:
-    """What a process holds in memory; known where the system has ``/proc``."""
+    """Return the resident memory of a process, or none on systems without ``/proc``."""
     found = _sizes(Path(f"/proc/{pid}/status")) if pid is not None else {}
     return found.get("VmRSS")
 
@@ -140,7 +140,7 @@ def machine_memory() -> dict[str, int]:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The lines ``Name:   123 kB`` of a file of the kernel, in bytes."""
+    """Parse the lines ``Name:   123 kB`` of a ``/proc`` file into bytes."""
     try:
         text = path.read_text("ascii", "replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""Finding what a request names, for those who may see it.
+"""Looks up the objects that a request names and checks that the caller may see them.
 
-Sessions, runs, samplers, futures and checkpoints belong to a user. To anybody else they do not exist: the sentence for
-another user's object is the one for an unknown id. Published checkpoints, and what is said of their runs, are open to
+Sessions, runs, samplers, futures and checkpoints belong to a user. To anybody else they do not exist: another user's
+object and an unknown id give the same error. Published checkpoints, and the descriptions of their runs, are visible to
 every user.
 """
 
@@ -31,7 +31,7 @@ def quote_id(name: str) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Whether a database can look for it; PostgreSQL has no text with NUL."""
+    """Return whether the database can look up this name; PostgreSQL text cannot contain NUL."""
     return "\0" not in name
 
 
@@ -40,7 +40,7 @@ async def look_up(request: Request, find: Callable[[Connection, str], Found | No
 
 
 async def find_session(request: Request, session_id: str) -> Session:
-    """The caller's session of this id."""
+    """Return the caller's session. Raise `NotFound` otherwise."""
     session = await look_up(request, sessions.get_session, session_id)
     if session is None or session.user_id != user_of(request).user_id:
         raise NotFound(f"there is no session {quote_id(session_id)}")
@@ -48,7 +48,7 @@ async def find_session(request: Request, session_id: str) -> Session:
 
 
 async def find_run(request: Request, model_id: str) -> Run:
-    """The caller's run of this id."""
+    """Return the caller's run. Raise `NotFound` otherwise."""
     run = await look_up(request, runs.get_run, model_id)
     if run is None or run.user_id != user_of(request).user_id:
         raise missing_run(model_id)
@@ -56,9 +56,9 @@ async def find_run(request: Request, model_id: str) -> Run:
 
 
 async def find_trainable(request: Request, model_id: str) -> Run:
-    """The caller's run of this id, unless it only holds the copy of a checkpoint.
+    """Return the caller's run. Raise `InvalidInput` if it only holds a copied checkpoint.
 
-    Without asking the database for one that is at work: whose it is does not change.
+    Skips the database if the run is active in the scheduler, because the owner of a run never changes.
     """
     run = context_of(request).scheduler.known_run(model_id)
     if run is None or run.user_id != user_of(request).user_id:
@@ -73,7 +73,7 @@ def missing_run(model_id: str) -> NotFound:
 
 
 async def find_sampler(request: Request, sampling_session_id: str) -> SamplingSession:
-    """The caller's sampling session of this id."""
+    """Return the caller's sampling session. Raise `NotFound` otherwise."""
     sampler = await look_up(request, samplers.get_sampler, sampling_session_id)
     if sampler is None or sampler.user_id != user_of(request).user_id:
         raise NotFound(f"there is no sampling session {quote_id(sampling_session_id)}")
@@ -81,7 +81,7 @@ async def find_sampler(request: Request, sampling_session_id: str) -> SamplingSe
 
 
 async def check_future(request: Request, request_id: str) -> None:
-    """Check that the caller has a future of this id; `Gone` otherwise, so that clients submit again."""
+    """Raise `UnknownFuture` unless the caller owns this future; its 410 makes clients submit the request again."""
     owner = await context_of(request).scheduler.owner_of(request_id) if is_id(request_id) else None
     if owner != user_of(request).user_id:
         raise UnknownFuture(str(lost_future(request_id)))
@@ -98,7 +98,10 @@ def missing_checkpoint(path: str) -> NotFound:
 async def find_checkpoint(
     request: Request, path: str, *, to_read: bool = False, access_token: str | None = None
 ) -> Checkpoint:
-    """The checkpoint at a `tinker://` path: the caller's or the token holder's or, `to_read`, a published one."""
+    """Return the checkpoint at a `tinker://` path if the caller or the holder of `access_token` owns it.
+
+    With `to_read`, published checkpoints of other users are returned too.
+    """
     context = context_of(request)
     parsed = parse_path(path)
     place = (parsed.training_run_id, parsed.checkpoint_type, parsed.name)
@@ -112,7 +115,7 @@ async def find_checkpoint(
 
 
 async def find_weights(request: Request, path: str, access_token: str | None = None) -> Weights:
-    """The weights of a checkpoint that can be loaded or sampled."""
+    """Return the weights of a checkpoint that can be loaded or sampled. Refuse exports."""
     checkpoint = await find_checkpoint(request, path, to_read=True, access_token=access_token)
     if checkpoint.kind == "external":
         raise InvalidInput(f"{quote_id(path)} is an export; paths with /weights/ or /sampler_weights/ can be loaded")
@@ -120,13 +123,13 @@ async def find_weights(request: Request, path: str, access_token: str | None = N
 
 
 def visible_checkpoints(connection: Connection, run: Run, user_id: str) -> list[Checkpoint]:
-    """All checkpoints of a run for its owner, the published ones for others."""
+    """Return all checkpoints of a run to its owner, and the published ones to others."""
     found = checkpoints.list_for_run(connection, run.model_id)
     return found if run.user_id == user_id else [checkpoint for checkpoint in found if checkpoint.public]
 
 
 def accessible_run(connection: Connection, model_id: str, user_id: str) -> tuple[Run, list[Checkpoint]] | None:
-    """A run with its checkpoints, if it is the user's or has published ones."""
+    """Return a run and the checkpoints visible to the user, or none if the user may not see the run."""
     run = runs.get_run(connection, model_id)
     if run is None:
         return None

@@ -1,4 +1,4 @@
-"""Query strings: numbers within bounds, words of a closed set, moments with a zone."""
+"""Parses query strings: bounded numbers, words from a fixed set, times with a time zone."""
 
 from datetime import datetime
 from typing import Any, TypeVar
@@ -37,12 +37,12 @@ def query_number(request: Request, name: str, default: int, most: int = 2**53, l
 
 
 def query_page(request: Request, default_limit: int) -> tuple[int, int]:
-    """`limit` and `offset`."""
+    """Return `limit` and `offset`."""
     return query_number(request, "limit", default_limit, MAX_LIMIT), query_number(request, "offset", 0)
 
 
 def query_word(request: Request, name: str, accepted: tuple[Word, ...]) -> Word:
-    """One of `accepted`; the first if there is none."""
+    """Return the parameter if it is one of `accepted`; the default is the first."""
     text = request.query_params.get(name)
     for word in accepted:
         if text in (None, word):
@@ -51,10 +51,10 @@ def query_word(request: Request, name: str, accepted: tuple[Word, ...]) -> Word:
 
 
 def query_moment(request: Request, name: str) -> datetime:
-    """A moment of RFC 3339, which must be there."""
+    """Parse a required RFC 3339 time."""
     text = request.query_params.get(name)
     try:
-        # A plus sign that was not escaped has become a space.
+        # An unescaped plus sign arrives as a space.
         moment = datetime.fromisoformat((text or "").replace(" ", "+"))
     except ValueError:
         moment = None

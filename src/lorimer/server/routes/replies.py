@@ -1,4 +1,4 @@
-"""Answers: JSON made with orjson, from the models of the wire or from plain objects."""
+"""Builds JSON responses with orjson from wire models or plain objects."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from lorimer.scheduler.scheduler import Accepted
 
 
 def reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
-    """A JSON answer; times come out in ISO 8601 with their zone."""
+    """Return a JSON response. Times are ISO 8601 with a time zone."""
     content = value.model_dump() if isinstance(value, BaseModel) else value
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 def promise(accepted: Accepted) -> Response:
-    """What every asynchronous operation answers immediately."""
+    """Return the immediate response to an asynchronous operation, which names its future."""
     content: dict[str, Any] = {"request_id": accepted.request_id}
     if accepted.model_id is not None:
         content["model_id"] = accepted.model_id
@@ -27,5 +27,5 @@ def promise(accepted: Accepted) -> Response:
 
 
 def done() -> Response:
-    """An answer without content."""
+    """Return an empty response (204)."""
     return Response(status_code=204)

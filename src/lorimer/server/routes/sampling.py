@@ -1,4 +1,4 @@
-"""Sampling sessions and samples."""
+"""Routes for sampling sessions and samples."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from lorimer.store import samplers
 
 
 async def create_sampling_session(request: Request) -> Response:
-    """A sampling session of a base model or of a checkpoint; its weights are loaded when it is first used."""
+    """Create a sampling session for a base model or a checkpoint. Its weights are loaded on first use."""
     context, user = context_of(request), user_of(request)
     body = await decode(request, types.CreateSamplingSessionRequest)
     check_text(context.settings, base_model=body.base_model, model_path=body.model_path)
@@ -46,7 +46,7 @@ async def create_sampling_session(request: Request) -> Response:
 
 
 async def join_sampling_session(request: Request) -> Response:
-    """A number for one more client of a sampling session, unlike that of any other."""
+    """Allocate a unique number for another client of a sampling session."""
     body = await decode(request, types.JoinSamplingSessionRequest)
     sampler = await find_sampler(request, body.sampling_session_id)
     counter = await context_of(request).store.write(samplers.join, sampler.sampling_session_id)
@@ -70,7 +70,7 @@ async def sample(request: Request) -> Response:
 
 
 async def get_sampler(request: Request) -> Response:
-    """What a sampling session samples from."""
+    """Return what a sampling session samples from."""
     sampler = await find_sampler(request, request.path_params["sampler_id"])
     return reply(
         types.GetSamplerResponse(

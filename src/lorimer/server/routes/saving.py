@@ -1,4 +1,4 @@
-"""Saving the weights of a run: named checkpoints, unnamed samplers, exports."""
+"""Routes that save the weights of a run: named checkpoints, unnamed samplers, exports."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from lorimer.types.paths import check_name
 
 
 async def save_weights(request: Request) -> Response:
-    """Save weights and optimizer state under a name; without one, the operation's number is taken."""
+    """Save weights and optimizer state under a name; the default name is the operation's number."""
     async with operation(request, types.SaveWeightsRequest) as submitted:
         body = submitted.body
         check_metadata(submitted.context.settings, body.user_metadata)
@@ -31,7 +31,7 @@ async def save_weights(request: Request) -> Response:
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
-    """Save weights to sample from: under a name, or as a sampling session of their own."""
+    """Save weights to sample from, either under a name or as a new sampling session."""
     async with operation(request, types.SaveWeightsForSamplerRequest) as submitted:
         body, scheduler = submitted.body, submitted.context.scheduler
         if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -56,7 +56,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 
 async def save_weights_external(request: Request) -> Response:
-    """Export weights as files to download, on request encrypted to age recipients."""
+    """Export weights as downloadable files, optionally encrypted to age recipients."""
     async with operation(request, types.SaveWeightsExternalRequest) as submitted:
         body = submitted.body
         accepted = await submitted.context.scheduler.save_weights(

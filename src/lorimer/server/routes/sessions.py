@@ -1,4 +1,4 @@
-"""Sessions: created, kept alive, finished; listed, searched, put into projects and exported as traces."""
+"""Session routes: create, keep alive and finish; list, search, assign to projects and export as traces."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +23,13 @@ from lorimer.store.sessions import Session, SessionRow
 from lorimer.types.sessions import AssignProjectRequest, FinishSessionRequest, SessionStatus, TraceExportResponse
 
 NO_PROJECT = "default"
-"""What the project of a session is called that was given none."""
+"""The project shown for a session without one."""
 
 
-def recorded(
+def act_and_audit(
     c: Connection, event: str, facts: list[str], action: Callable[..., Session], /, *args: Any, **fields: Any
 ) -> Session:
-    """Do something to a session and commit it, with these of its fields."""
+    """Apply ``action`` to a session and add an audit entry with its fields ``facts``, in one transaction."""
     session = action(c, *args, **fields)
     details = {name: getattr(session, name) for name in ["session_id", *facts]}
     audit.record(c, user_id=session.user_id, event=event, details=details)
@@ -37,7 +37,7 @@ def recorded(
 
 
 async def create_session(request: Request) -> Response:
-    """A client connects."""
+    """Create a session for a client that connects."""
     context, user = context_of(request), user_of(request)
     body = await decode(request, types.CreateSessionRequest)
     settings = context.settings
@@ -46,7 +46,7 @@ async def create_session(request: Request) -> Response:
     check_metadata(settings, body.tags, "tags")
     context.live_sessions.check_room(user.user_id)
     session = await context.store.write(
-        recorded,
+        act_and_audit,
         "session_created",
         [],
         sessions.create_session,
@@ -62,7 +62,7 @@ async def create_session(request: Request) -> Response:
 
 
 async def heartbeat(request: Request) -> Response:
-    """A client lives; 410 once its session is finished, which ends its heartbeats."""
+    """Record a heartbeat; 410 once the session is finished, which stops the client's heartbeats."""
     body = await decode(request, types.SessionHeartbeatRequest)
     session = await find_session(request, body.session_id)
     if session.status != "active":
@@ -72,19 +72,19 @@ async def heartbeat(request: Request) -> Response:
 
 
 async def finish_session(request: Request) -> Response:
-    """A client says that it is done and how it went; the first word counts."""
+    """Finish a session with the client's reason. Only the first call has an effect."""
     context = context_of(request)
     session = await find_session(request, request.path_params["session_id"])
     body = await decode(request, FinishSessionRequest)
     check_text(context.settings, detail=body.detail)
     finish = (sessions.finish_session, session.session_id, body.reason.type, body.detail)
-    await context.store.write(recorded, "session_finished", ["finish_reason"], *finish)
+    await context.store.write(act_and_audit, "session_finished", ["finish_reason"], *finish)
     context.live_sessions.end(session.user_id, session.session_id)
     return done()
 
 
 async def list_sessions(request: Request) -> Response:
-    """Ids of the caller's sessions, newest first."""
+    """List the ids of the caller's sessions, newest first."""
     query_word(request, "access_scope", SCOPES)
     limit, offset = query_page(request, 20)
     found = await context_of(request).store.read(sessions.list_sessions, user_of(request).user_id, limit, offset)
@@ -92,7 +92,7 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def get_session(request: Request) -> Response:
-    """The runs and samplers of a session."""
+    """Return the runs and samplers of a session."""
     query_word(request, "access_scope", SCOPES)
     session = await find_session(request, request.path_params["session_id"])
     run_ids, sampler_ids = await context_of(request).store.read(sessions.session_members, session.session_id)
@@ -107,7 +107,7 @@ async def get_session(request: Request) -> Response:
 
 
 async def search_sessions(request: Request) -> Response:
-    """The caller's sessions that meet every condition, newest first. Sessions are not shared between users."""
+    """Search the caller's sessions by all given conditions, newest first. Sessions are not shared between users."""
     user = user_of(request)
     body = await decode(request, types.SessionSearchRequest)
     settings = context_of(request).settings
@@ -155,19 +155,19 @@ def session_status(session: Session) -> SessionStatus:
 
 
 async def assign_project(request: Request) -> Response:
-    """Put a session, with its runs, into a project."""
+    """Assign a session and its runs to a project."""
     context = context_of(request)
     session = await find_session(request, request.path_params["session_id"])
     body = await decode(request, AssignProjectRequest)
     check_text(context.settings, project_id=body.project_id)
     await context.store.write(
-        recorded, "project_assigned", ["project_id"], sessions.set_project, session.session_id, body.project_id
+        act_and_audit, "project_assigned", ["project_id"], sessions.set_project, session.session_id, body.project_id
     )
     return done()
 
 
 async def export_trace(request: Request) -> Response:
-    """The address of the session's trace, which is made when it is fetched."""
+    """Return the signed URL of the session's trace, which is generated when it is fetched."""
     session = await find_session(request, request.path_params["session_id"])
     url, _ = signed_address(request, f"traces/{session.session_id}.json")
     return reply(TraceExportResponse(status="ready", url=url))

@@ -1,4 +1,4 @@
-"""The tokenizer of a base model as files, for clients that have neither the model's directory nor the hub."""
+"""Serves the tokenizer files of a base model, for clients without the model's directory or access to the hub."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""What a tokenizer and an image processor of ``transformers`` are read from; nothing else is handed out."""
+"""The files that ``transformers`` loads a tokenizer or an image processor from; no other file is served."""
 LISTING: dict[str, Any] = {
     "type": "object",
     "required": ["files"],
@@ -57,7 +57,7 @@ async def directory_of(request: Request) -> Path:
 
 
 async def list_tokenizer_files(request: Request) -> Response:
-    """The files of the tokenizer, with sizes and digests."""
+    """List the tokenizer's files with sizes and digests."""
     directory = await directory_of(request)
     return reply({"files": await asyncio.to_thread(describe_files, directory)})
 
@@ -70,7 +70,7 @@ def describe_files(directory: Path) -> dict[str, dict[str, object]]:
 
 
 async def get_tokenizer_file(request: Request) -> Response:
-    """One of the files."""
+    """Send one of the tokenizer's files."""
     name = request.path_params["file"]
     path = await directory_of(request) / name
     if name not in FILES or not path.is_file():

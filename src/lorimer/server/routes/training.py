@@ -1,4 +1,4 @@
-"""Runs and their operations: create, train, step, load, unload; what is known of a run's model."""
+"""Routes for training runs: create, train, step, load and unload; information about a run's model."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from lorimer.server.routes.limits import (
     check_text,
 )
 from lorimer.server.routes.models import tokenizer_id
-from lorimer.server.routes.operations import operation, parsed_operation, read_json, submit_endpoint, uses_number
+from lorimer.server.routes.operations import consumes_seq_id, operation, parsed_operation, read_json, submit_endpoint
 from lorimer.server.routes.ownership import (
     find_checkpoint,
     find_run,
@@ -38,7 +38,7 @@ MAX_MEDIA_CHARS = 200
 
 
 async def create_model(request: Request) -> Response:
-    """A run with a fresh adapter."""
+    """Create a run with a new adapter."""
     context, user = context_of(request), user_of(request)
     body = await decode(request, types.CreateModelRequest)
     check_text(context.settings, base_model=body.base_model)
@@ -49,7 +49,7 @@ async def create_model(request: Request) -> Response:
 
 
 async def get_info(request: Request) -> Response:
-    """The base model of a run, its tokenizer and the shape of its adapter."""
+    """Return a run's base model, its tokenizer and the shape of its adapter."""
     context = context_of(request)
     body = await decode(request, types.GetInfoRequest)
     run = await find_run(request, body.model_id)
@@ -75,12 +75,12 @@ async def get_info(request: Request) -> Response:
 
 
 async def forward(request: Request) -> Response:
-    """Log-probabilities without gradients, as releases up to 0.24 ask for them."""
+    """Compute log-probabilities without gradients, for SDK releases up to 0.24."""
     return await train(request, forward_only=True)
 
 
 async def forward_backward(request: Request) -> Response:
-    """Add to the gradient of a run, or with `forward_only` compute log-probabilities; protobuf or JSON."""
+    """Accumulate the gradient of a run, or compute log-probabilities with `forward_only`; protobuf or JSON."""
     return await train(request, forward_only=False)
 
 
@@ -90,9 +90,9 @@ async def train(request: Request, *, forward_only: bool) -> Response:
     try:
         body, payload = await decode_data(request, task, TrainingHead, training_body_limits(context.settings))
     except InvalidInput as error:
-        async with uses_number(request, getattr(error, "model_id", None), getattr(error, "seq_id", None)):
+        async with consumes_seq_id(request, getattr(error, "model_id", None), getattr(error, "seq_id", None)):
             raise
-    async with uses_number(request, body.model_id, body.seq_id):
+    async with consumes_seq_id(request, body.model_id, body.seq_id):
         run = await find_trainable(request, body.model_id)
         check_seq_id(body.seq_id)
         if body.problem is not None:
@@ -113,14 +113,14 @@ async def train(request: Request, *, forward_only: bool) -> Response:
 
 
 def check_loss_id(run: Run, body: TrainingHead) -> None:
-    """An uploaded loss can be used by the runs of its own session."""
+    """Raise `NotFound` unless the custom loss was uploaded by the run's own session."""
     loss_id = body.loss_fn_config.get("loss_id")
     if body.loss_fn == "custom" and not str(loss_id).startswith(f"{run.session_id}:"):
         raise NotFound(f"there is no custom loss {quote_id(str(loss_id))}; create_custom_loss gives a loss_id")
 
 
 async def optim_step(request: Request) -> Response:
-    """Apply the gradient of a run and clear it."""
+    """Apply the accumulated gradient of a run and reset it."""
     async with operation(request, types.OptimStepRequest) as submitted:
         run, params = submitted.run, submitted.body.optim_params
         kind = "adamw" if isinstance(params, types.AdamParams) else params.type
@@ -131,7 +131,7 @@ async def optim_step(request: Request) -> Response:
 
 
 async def load_weights(request: Request) -> Response:
-    """Load a checkpoint into a run or, addressed by a session, into a new run of the checkpoint's shape."""
+    """Load a checkpoint into a run or, if a session is given, into a new run of the checkpoint's shape."""
     raw = await read_json(request)
     if isinstance(raw, dict) and raw.get("session_id") is not None:
         return await create_from_weights(request, validate(raw, types.LoadWeightsRequest))
@@ -161,7 +161,7 @@ async def create_from_weights(request: Request, body: types.LoadWeightsRequest) 
 
 
 async def create_custom_loss(request: Request) -> Response:
-    """Upload the graph of a loss, to be used by the session's runs."""
+    """Upload the graph of a custom loss, for use by the session's runs."""
     context = context_of(request)
     body = await decode(request, types.CreateCustomLossRequest, loss_limits(context.settings))
     check_text(context.settings, name=body.name)
@@ -170,14 +170,14 @@ async def create_custom_loss(request: Request) -> Response:
 
 
 async def unload_model(request: Request) -> Response:
-    """Free what a run holds in the engine; its next operation brings it back."""
+    """Evict a run from the engine. Its next operation loads it again."""
     body = await decode(request, types.UnloadModelRequest)
     run = await find_run(request, body.model_id)
     return promise(await context_of(request).scheduler.unload(user_of(request), run))
 
 
 async def weights_info(request: Request) -> Response:
-    """The base model and the adapter's shape of a checkpoint, the caller's own or a published one."""
+    """Return the base model and adapter shape of a checkpoint, the caller's own or a published one."""
     body = await decode(request, WeightsInfoRequest)
     weights = (await find_checkpoint(request, body.tinker_path, to_read=True)).weights
     return reply(
@@ -223,7 +223,7 @@ DATUM = {
 
 
 def training_schema(field: str) -> dict[str, Any]:
-    """The JSON form of forward and forward_backward, whose data live in a field of another name."""
+    """Return the JSON schema of forward or forward_backward, which name their data field differently."""
     loss = {
         "type": "object",
         "required": ["data", "loss_fn"],
