@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from bench.contest import Contest, open_contest
-from bench.limits import MOST_SLOWDOWN, bfloat16_slowdown
+from bench.limits import MAX_SLOWDOWN, bfloat16_slowdown
 from bench.models import SHAPES
 from bench.profiling import profile_ours
 from bench.report import describe_machine, table
@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def choose_dtypes() -> tuple[list[Dtype], str]:
     """The dtypes worth measuring, and a sentence about it."""
     slowdown = bfloat16_slowdown()
-    if slowdown > MOST_SLOWDOWN:
+    if slowdown > MAX_SLOWDOWN:
         reason = f"its matrix products take {slowdown:.1f} times as long as those of float32 on this machine"
         return ["float32"], f"bfloat16 was skipped on both sides: {reason}."
     return ["float32", "bfloat16"], "Both sides were measured in float32 and bfloat16; the faster one counts."

@@ -41,7 +41,7 @@ class Contest:
         timings = compete(
             contestants,
             num_rounds=self.num_rounds,
-            most_seconds=self.shape.row_seconds,
+            max_seconds=self.shape.row_seconds,
             progress=lambda text: self.progress(f"{self.shape.name} {row}: {text}"),
         )
         for team in {c.team for c in contestants}:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from bench.models import RANK
 
-MOST_SLOWDOWN = 3.0
+MAX_SLOWDOWN = 3.0
 
 
 def bfloat16_slowdown(seconds: float = 1.0) -> float:

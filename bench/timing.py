@@ -70,7 +70,7 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def compete(contestants: list[Contestant], *, num_rounds: int, most_seconds: float, progress: Progress) -> Timings:
+def compete(contestants: list[Contestant], *, num_rounds: int, max_seconds: float, progress: Progress) -> Timings:
     """Run all in turn, up to ``num_rounds`` times and at least once."""
     for contestant in contestants:
         contestant.warm_up()
@@ -84,7 +84,7 @@ def compete(contestants: list[Contestant], *, num_rounds: int, most_seconds: flo
                 progress(f"round {number}: {contestant.name} {seconds:.2f} s")
                 spent += seconds
             running = _still_in(running, timings)
-            if spent + sum(timings[c.name].median for c in running) > most_seconds:
+            if spent + sum(timings[c.name].median for c in running) > max_seconds:
                 break
     return Timings(list(timings.values()))
 

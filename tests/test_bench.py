@@ -258,7 +258,7 @@ def test_contestants_take_turns_and_the_slow_are_left_out():
         contestant("slow", "peer", 0.2),
         contestant("kept", "peer", 0.2, is_kept=True),
     ]
-    timings = compete(field, num_rounds=3, most_seconds=10, progress=lambda text: None)
+    timings = compete(field, num_rounds=3, max_seconds=10, progress=lambda text: None)
     rounds = [[name for number, name in seen if number == k] for k in range(4)]
     assert rounds == [["a", "b", "slow", "kept"]] * 2 + [["a", "b", "kept"]] * 2
     assert timings.best("peer").name == "b"
@@ -268,7 +268,7 @@ def test_contestants_take_turns_and_the_slow_are_left_out():
 
 def test_a_row_ends_when_its_time_is_up():
     slow = Contestant(name="a", team="a", run=lambda number: time.sleep(0.05), warm_up=lambda: None)
-    timings = compete([slow], num_rounds=9, most_seconds=0.12, progress=lambda text: None)
+    timings = compete([slow], num_rounds=9, max_seconds=0.12, progress=lambda text: None)
     assert 1 <= len(timings.best("a").seconds) <= 2
 
 

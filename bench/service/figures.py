@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from bench.report import Aim
 
 
-def most(bound: float) -> Aim:
-    return Aim(bound, is_least=False)
+def at_most(bound: float) -> Aim:
+    return Aim(bound, is_minimum=False)
 
 
 AIMS = {
-    "added latency": most(5),
-    "lost": most(0),
-    "sample fairness": most(3),
-    "client fairness": most(1.5),
-    "heartbeat": most(50),
-    "submit": most(50),
-    "hostile": most(2),
-    "growth": most(1.05),
-    "sdk overhead": most(1),
-    "sweep": most(1.1),
+    "added latency": at_most(5),
+    "lost": at_most(0),
+    "sample fairness": at_most(3),
+    "client fairness": at_most(1.5),
+    "heartbeat": at_most(50),
+    "submit": at_most(50),
+    "hostile": at_most(2),
+    "growth": at_most(1.05),
+    "sdk overhead": at_most(1),
+    "sweep": at_most(1.1),
 }
 """By what a figure is about; times are in milliseconds, growth, fairness, hostile, overhead and sweep are ratios."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-MOST_OPENING = 200
+MAX_OPENING = 200
 """Connections that are being opened concurrently: fewer than a server's backlog holds."""
 
 
@@ -35,7 +35,7 @@ class HttpPool:
         self._host, self._port = host, port
         self._key = f"x-api-key: {key}\r\n" if key else ""
         self._idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
-        self._opening = asyncio.Semaphore(MOST_OPENING)
+        self._opening = asyncio.Semaphore(MAX_OPENING)
 
     async def post(self, path: str, body: bytes, media: str = JSON, encoding: str = "identity") -> Answer:
         """One request; 408, which ends a poll, is an answer like 200, anything else an ``HttpError``."""

@@ -22,7 +22,7 @@ from bench.timing import Contestant, Timings, compete
 
 NUM_TOKENS = 16
 SAMPLE_TOKENS = 4
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 RANK = 8
 
 
@@ -90,7 +90,7 @@ def compete_with(bench: Bench, sides: dict[str, Side], call: str, count: int) ->
         for name, side in sides.items()
     ]
     rounds = bench.sizes.sdk_rounds
-    return compete(contestants, num_rounds=rounds, most_seconds=MOST_SECONDS, progress=bench.progress)
+    return compete(contestants, num_rounds=rounds, max_seconds=MAX_SECONDS, progress=bench.progress)
 
 
 def figure(text: str, timings: Timings) -> Figure:

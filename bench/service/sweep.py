@@ -28,7 +28,7 @@ TINY = "lorimer/tiny"
 RANK = 16
 NUM_TOKENS = 32
 """Of each example, about as many as a sum has in the recipe."""
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 WARM_STEPS = 2
 
 Way = Literal["concurrent", "larger batches", "more steps"]
@@ -79,7 +79,7 @@ def race(bench: Bench, server: BenchServer, model: str) -> list[Figure]:
             for way in WAYS
         ]
         rounds = sizes.sweep_rounds
-        timings = compete(contestants, num_rounds=rounds, most_seconds=MOST_SECONDS, progress=bench.progress)
+        timings = compete(contestants, num_rounds=rounds, max_seconds=MAX_SECONDS, progress=bench.progress)
     text = f"{sizes.sweep_runs} concurrent runs of {sizes.sweep_steps} steps of {sizes.sweep_batch} sequences"
     return [figure(f"{text} over one run of as many tokens, {way}", timings, way, computed) for way in WAYS[1:]]
 

@@ -178,13 +178,13 @@ class AnswerView {
   }
 }
 
-const LEAST_SECONDS = 0.2; // below, the speed of an answer is that of the whole request
+const MIN_SECONDS = 0.2; // below, the speed of an answer is that of the whole request
 
 /** Counts and speed in a line: what is known of them. */
 function figures(turn) {
   const count = turn.usage?.completion_tokens ?? turn.tokens.length;
   const seconds = (turn.lastAt - turn.firstAt) / 1000;
-  const isStreamed = seconds > LEAST_SECONDS && count > turn.numFirst;
+  const isStreamed = seconds > MIN_SECONDS && count > turn.numFirst;
   const speed = isStreamed ? (count - turn.numFirst) / seconds : (count * 1000) / (turn.lastAt - turn.beganAt);
   const words = [];
   if (turn.usage) {

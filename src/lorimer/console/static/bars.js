@@ -4,7 +4,7 @@ import { h, replace, svg } from "./dom.js";
 
 const HEIGHT = 220;
 const MARGIN = { top: 8, right: 4, bottom: 22, left: 46 };
-const LEAST_LABEL = 64; // pixels that the name of a bar needs
+const MIN_LABEL_WIDTH = 64; // pixels that the name of a bar needs
 
 /** A figure called `name` of `series: [{name, values}]`, with a value for each of `labels: [{short, long}]`. */
 export function stackedBars({ name, labels, series }) {
@@ -18,11 +18,11 @@ export function stackedBars({ name, labels, series }) {
 function picture(width, name, labels, series) {
   const totals = labels.map((_, i) => series.reduce((sum, { values }) => sum + values[i], 0));
   const step = niceStep(Math.max(...totals, 1) / 4);
-  const most = Math.ceil(Math.max(...totals, 1) / step) * step;
-  const y = (value) => HEIGHT - MARGIN.bottom - (value / most) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  const max = Math.ceil(Math.max(...totals, 1) / step) * step;
+  const y = (value) => HEIGHT - MARGIN.bottom - (value / max) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   const slot = (width - MARGIN.left - MARGIN.right) / labels.length;
-  const every = Math.ceil(LEAST_LABEL / slot);
-  const ticks = Array.from({ length: Math.round(most / step) + 1 }, (_, i) => i * step);
+  const every = Math.ceil(MIN_LABEL_WIDTH / slot);
+  const ticks = Array.from({ length: Math.round(max / step) + 1 }, (_, i) => i * step);
   return svg(
     "svg",
     {
@@ -67,9 +67,9 @@ function picture(width, name, labels, series) {
 }
 
 /** 1, 2 or 5 times a power of ten, at least `least` and a whole number. */
-function niceStep(least) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
-  return power * ([1, 2, 5].find((factor) => factor * power >= least) || 10);
+function niceStep(min) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(min, 1)));
+  return power * ([1, 2, 5].find((factor) => factor * power >= min) || 10);
 }
 
 /** A round number in few characters. */

@@ -337,9 +337,9 @@ function ySize(_, labels) {
 export function sparkline(values, label, n = 0) {
   const width = 120;
   const height = 28;
-  const most = Math.max(...values, 1e-9);
+  const max = Math.max(...values, 1e-9);
   const x = (i) => (values.length < 2 ? width : (i / (values.length - 1)) * width);
-  const y = (value) => height - 2 - (value / most) * (height - 4);
+  const y = (value) => height - 2 - (value / max) * (height - 4);
   const points = values.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`);
   const area = svg("polygon", { points: `${x(0)},${height} ${points.join(" ")} ${width},${height}` });
   const line = svg("polyline", { points: points.join(" ") });

@@ -217,12 +217,12 @@ setInterval(() => {
 export function span(seconds) {
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
-  for (const [unit, size, most] of [
+  for (const [unit, size, limit] of [
     ["s", 1, 90],
     ["min", 60, 5400],
     ["h", 3600, 129_600],
   ]) {
-    if (seconds < most) return `${Math.round(seconds / size)} ${unit}`;
+    if (seconds < limit) return `${Math.round(seconds / size)} ${unit}`;
   }
   return `${Math.round(seconds / 86_400)} d`;
 }

@@ -3,15 +3,15 @@
 import { get } from "./api.js";
 import { h, replace } from "./dom.js";
 
-const MOST_SHOWN = 50;
-const MOST_CHECKPOINTS = 2000;
+const MAX_SHOWN = 50;
+const MAX_CHECKPOINTS = 2000;
 let numPickers = 0;
 
 /** What can be sampled: `{id, name, group}`; base models first, then checkpoints for sampling, then others. */
 export async function loadModels(signal) {
   const [models, saved] = await Promise.all([
     get("/v1/models", null, signal),
-    get("/api/v1/checkpoints", { limit: MOST_CHECKPOINTS }, signal),
+    get("/api/v1/checkpoints", { limit: MAX_CHECKPOINTS }, signal),
   ]);
   const paths = [...saved.checkpoints.map((one) => one.tinker_path), ...models.data.map((one) => one.id)];
   const choices = [...new Set(paths)].map(choice).filter((one) => one.rank < OTHER);
@@ -66,7 +66,7 @@ export class ModelPicker {
   #open(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = this.#choices().filter((one) => words.every((word) => one.id.toLowerCase().includes(word)));
-    this.#found = fits.slice(0, MOST_SHOWN);
+    this.#found = fits.slice(0, MAX_SHOWN);
     this.#active = -1;
     const rest = fits.length - this.#found.length;
     replace(

@@ -122,10 +122,10 @@ export class RunMetrics {
 }
 
 /** Put a series of an answer into those that are known, of which about `most` points are kept; its key. */
-function put(known, { name, source, points, steps_per_bucket: stepsPerBucket }, most) {
+function put(known, { name, source, points, steps_per_bucket: stepsPerBucket }, maxPoints) {
   const key = `${source} ${name}`;
   if (!known.has(key)) known.set(key, { name, source, points: new Points() });
-  known.get(key).points.add(points, stepsPerBucket, most);
+  known.get(key).points.add(points, stepsPerBucket, maxPoints);
   return key;
 }
 

@@ -31,15 +31,15 @@ export function linearRange(low, high) {
     const room = size < MIN_DRAWN ? 1 : size * PADDING;
     return [middle - room, middle + room];
   }
-  const [least, most] = [low - span * PADDING, high + span * PADDING];
-  return [low >= 0 ? Math.max(least, 0) : least, high <= 0 ? Math.min(most, 0) : most];
+  const [min, max] = [low - span * PADDING, high + span * PADDING];
+  return [low >= 0 ? Math.max(min, 0) : min, high <= 0 ? Math.min(max, 0) : max];
 }
 
 /** The same for a logarithmic axis; both are above zero. */
 export function logRange(low, high) {
-  const [least, most] = [Math.log10(low), Math.log10(high)];
-  const room = Math.max((most - least) * PADDING * 0.5, Math.log10(1 + PADDING));
-  return [Math.max(10 ** (least - room), Number.MIN_VALUE), Math.min(10 ** (most + room), Number.MAX_VALUE)];
+  const [min, max] = [Math.log10(low), Math.log10(high)];
+  const room = Math.max((max - min) * PADDING * 0.5, Math.log10(1 + PADDING));
+  return [Math.max(10 ** (min - room), Number.MIN_VALUE), Math.min(10 ** (max + room), Number.MAX_VALUE)];
 }
 
 /** Widen a range to a minimum span around its middle, not below zero. */
@@ -69,15 +69,15 @@ export function logTicks(low, high, count) {
 
 /** Ticks in seconds: round ones, and above ten seconds those of a clock. */
 export function durationTicks(low, high, count) {
-  const least = (high - low) / Math.max(count, 1);
-  if (least > DAY) return multiples(low, high, DAY * roundUp(least / DAY));
-  return multiples(low, high, least <= 5 ? roundUp(least) : LONG_STEPS.find((step) => step >= least));
+  const min = (high - low) / Math.max(count, 1);
+  if (min > DAY) return multiples(low, high, DAY * roundUp(min / DAY));
+  return multiples(low, high, min <= 5 ? roundUp(min) : LONG_STEPS.find((step) => step >= min));
 }
 
 /** 1, 2 or 5 times a power of ten, at least `least`. */
-function roundUp(least) {
-  const power = Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map((factor) => Number(`${factor}e${power}`)).find((step) => step >= least * (1 - 1e-9));
+function roundUp(min) {
+  const power = Math.floor(Math.log10(min));
+  return [1, 2, 5, 10].map((factor) => Number(`${factor}e${power}`)).find((step) => step >= min * (1 - 1e-9));
 }
 
 function multiples(low, high, step) {
@@ -111,13 +111,13 @@ export function logLabels(ticks) {
 }
 
 export function durationLabels(ticks) {
-  const [step, most] = [ticks.length > 1 ? ticks[1] - ticks[0] : ticks[0], ticks.at(-1)];
+  const [step, max] = [ticks.length > 1 ? ticks[1] - ticks[0] : ticks[0], ticks.at(-1)];
   const unit = [
     [DAY, "d"],
     [HOUR, "h"],
     [MINUTE, "min"],
   ].find(([size]) => step >= size && step % size === 0);
-  const isPlain = unit ? most < (unit[0] === MINUTE ? 2 * HOUR : Infinity) : most < 2 * MINUTE;
+  const isPlain = unit ? max < (unit[0] === MINUTE ? 2 * HOUR : Infinity) : max < 2 * MINUTE;
   const digits = step < 1 ? Math.min(6, -power(step)) : 0;
   return ticks.map((tick) => {
     if (!tick) return "0";

@@ -11,11 +11,11 @@ export class Points {
   }
 
   /** Points of an answer, in place of those they correct. Beyond twice `most` all are thinned to `most`. */
-  add(points, stepsPerBucket, most) {
+  add(points, stepsPerBucket, maxPoints) {
     if (stepsPerBucket > 1) this.forget(points, stepsPerBucket);
     for (const [step, time, value] of points) this.at.set(step, [time, value]);
     this.stepsPerBucket = Math.max(this.stepsPerBucket, stepsPerBucket);
-    if (this.at.size > 2 * most) this.thin(most);
+    if (this.at.size > 2 * maxPoints) this.thin(maxPoints);
   }
 
   /** What lies between the first and the last point of a bucket was written again, and stands for nothing any more. */
@@ -39,11 +39,11 @@ export class Points {
     return points.filter((_, i) => bucket(i) !== bucket(i - 1) || bucket(i) !== bucket(i + 1));
   }
 
-  thin(most) {
+  thin(maxPoints) {
     const steps = [...this.at.keys()].sort((a, b) => a - b);
     let width = 1;
     let buckets = null;
-    while (!buckets || buckets.size * POINTS_PER_BUCKET > most) {
+    while (!buckets || buckets.size * POINTS_PER_BUCKET > maxPoints) {
       width *= 2;
       buckets = Map.groupBy(steps, (step) => Math.floor(step / width));
     }

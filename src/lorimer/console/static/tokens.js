@@ -4,7 +4,7 @@
 import { h, replace } from "./dom.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.15, 0.03];
-const LEAST_LOGPROB = -9999;
+const MIN_LOGPROB = -9999;
 const scores = new WeakMap();
 
 /** Tokens of a chat answer, from `logprobs.content` of a chunk: `{bytes, logprob, top: [{bytes, logprob}]}`. */
@@ -69,8 +69,9 @@ export class TokenView {
   }
 
   #show(text) {
-    const least = Math.min(...this.#begun.map((token) => token.logprob ?? NaN));
-    const classes = ["token", Number.isNaN(least) ? "unscored" : `p${level(least)}`, text.includes("\n") && "newline"];
+    const minLogprob = Math.min(...this.#begun.map((token) => token.logprob ?? NaN));
+    const shade = Number.isNaN(minLogprob) ? "unscored" : `p${level(minLogprob)}`;
+    const classes = ["token", shade, text.includes("\n") && "newline"];
     const piece = h(
       "span",
       { class: classes.filter(Boolean).join(" "), tabindex: this.node.firstChild ? "-1" : "0" },
@@ -100,13 +101,13 @@ export class TokenView {
 
 /** How unlikely, from 0 (hardly a choice) to 5. */
 function level(logprob) {
-  const found = LEVELS.findIndex((least) => Math.exp(logprob) >= least);
+  const found = LEVELS.findIndex((bound) => Math.exp(logprob) >= bound);
   return found < 0 ? LEVELS.length : found;
 }
 
 /** What the shades mean. */
 export function legend() {
-  const bounds = LEVELS.map((least) => Number((least * 100).toPrecision(2)));
+  const bounds = LEVELS.map((bound) => Number((bound * 100).toPrecision(2)));
   const words = [...bounds.map((bound) => `${bound} %+`), `below ${bounds.at(-1)} %`];
   const shades = words.map((word, i) => h("span", { class: `token p${i}` }, word));
   return h("p", { class: "legend" }, "Probability of a token", shades);
@@ -167,7 +168,7 @@ function scoreTable(token) {
           { class: isChosen(other) ? "chosen" : null },
           h("td", null, h("code", null, visible(other.bytes))),
           h("td", { class: "number" }, chance(other.logprob)),
-          h("td", { class: "number muted" }, other.logprob <= LEAST_LOGPROB ? "-∞" : other.logprob.toFixed(3)),
+          h("td", { class: "number muted" }, other.logprob <= MIN_LOGPROB ? "-∞" : other.logprob.toFixed(3)),
         ),
       ),
     ),

@@ -9,7 +9,7 @@ import { redraw, whenChanged } from "../redraw.js";
 export const title = "Overview";
 
 const SECONDS = 2;
-const MOST_SAMPLES = 90;
+const MAX_SAMPLES = 90;
 const STATES = { ready: "ok", starting: "busy", failed: "bad" };
 
 /** Tokens per second by model and kind, as heard since the page was opened. */
@@ -100,7 +100,7 @@ function speed(model, kind, n) {
   const samples = history.get(key) || [];
   const now = model.tokens_per_second?.[kind] ?? 0;
   samples.push(now);
-  if (samples.length > MOST_SAMPLES) samples.shift();
+  if (samples.length > MAX_SAMPLES) samples.shift();
   history.set(key, samples);
   const label = `${kind}: ${short(Math.round(now))} tokens per second`;
   return h(

@@ -25,7 +25,7 @@ export const title = "Runs";
 const SECONDS = 4;
 const PAGE = 100;
 const NUM_SEARCHED = 1000;
-const MOST_COMPARED = 8;
+const MAX_COMPARED = 8;
 const ACTIVE_SECONDS = 60;
 
 export async function render(root, { query, live, setQuery, navigate, signal }) {
@@ -202,8 +202,8 @@ function lastCheckpoint(run) {
 
 function showChosen(state, compare) {
   const count = state.chosen.size;
-  compare.disabled = count < 1 || count > MOST_COMPARED;
+  compare.disabled = count < 1 || count > MAX_COMPARED;
   compare.textContent = count ? `Compare ${count}` : "Compare";
   compare.title =
-    count > MOST_COMPARED ? `At most ${MOST_COMPARED} runs fit in one chart` : "Tick runs to see them in one chart";
+    count > MAX_COMPARED ? `At most ${MAX_COMPARED} runs fit in one chart` : "Tick runs to see them in one chart";
 }

@@ -28,7 +28,7 @@ export const title = "Sessions";
 
 const PER_PAGE = 50;
 const SILENT_SECONDS = 60; // a client beats every ten
-const MOST_MEMBERS = 50;
+const MAX_MEMBERS = 50;
 const STATUSES = [
   ["", "every status"],
   ["active", "active"],
@@ -210,7 +210,7 @@ async function renderOne(root, { params, signal, live, setTitle }) {
 const loadMembers = (kind, ids, signal) =>
   Promise.all(
     ids
-      .slice(-MOST_MEMBERS)
+      .slice(-MAX_MEMBERS)
       .reverse()
       .map((id) => get(`/api/v1/${kind}/${part(id)}`, null, signal)),
   );

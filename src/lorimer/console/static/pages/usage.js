@@ -10,7 +10,7 @@ export const title = "Usage";
 
 const HOUR = 3_600_000;
 const DAY = 24 * HOUR;
-const MOST_DAYS = 14; // of one request
+const MAX_DAYS = 14; // of one request
 const RANGES = [
   ["1", "24 hours, by hour"],
   ["7", "7 days"],
@@ -72,8 +72,8 @@ async function loadUsage(days, signal) {
   const end = (Math.floor(Date.now() / size) + 1) * size;
   const start = end - days * DAY;
   const requests = [];
-  for (let from = start; from < end; from += MOST_DAYS * DAY) {
-    const to = Math.min(end, from + MOST_DAYS * DAY);
+  for (let from = start; from < end; from += MAX_DAYS * DAY) {
+    const to = Math.min(end, from + MAX_DAYS * DAY);
     requests.push(get("/api/v1/billing/usage/events", { starting_on: iso(from), ending_before: iso(to) }, signal));
   }
   const [storage, ...pages] = await Promise.all([
