@@ -1,7 +1,7 @@
-"""The words of a conversation: messages, tool calls, tools, and which part of a conversation is trained on.
+"""Types of a conversation: messages, tool calls, tools, and which part of a conversation is trained on.
 
-Messages are plain dictionaries in the form of OpenAI's chat API, so that a line of a chat JSONL file is one without
-conversion. How they become tokens is told in ``renderers.py``.
+Messages are plain dictionaries in the format of OpenAI's chat API, so a line of a chat JSONL file needs no conversion.
+``cookbook/renderers.py`` lists the renderers that turn them into tokens.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, Required, TypedDict
 from lorimer.errors import InvalidInput, Unsupported
 
 Role = str
-"""``system``, ``user``, ``assistant``, ``tool``, or another that the model's chat template knows."""
+"""``system``, ``user``, ``assistant``, ``tool``, or another role that the model's chat template accepts."""
 
 
 class TextPart(TypedDict):
@@ -26,7 +26,7 @@ class ThinkingPart(TypedDict):
 
 
 class ImagePart(TypedDict):
-    """An image as the official cookbook has it."""
+    """An image in the format of the official cookbook."""
 
     type: Literal["image"]
     image: Any
@@ -38,7 +38,7 @@ class ImageUrl(TypedDict):
 
 
 class ImageUrlPart(TypedDict):
-    """An image as OpenAI's API has it; the URL holds it."""
+    """An image in the format of OpenAI's API, as a ``data:`` URL."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -64,7 +64,7 @@ class ToolCall(TypedDict):
 
 
 class UnparsedToolCall(TypedDict):
-    """Text between the marks of a call that is no call."""
+    """Text between the markers of a tool call that cannot be parsed as one."""
 
     text: str
     error: str
@@ -88,14 +88,14 @@ class Message(TypedDict, total=False):
     role: Required[Role]
     content: Required[Content]
     thinking: str
-    """What the assistant thought before it spoke; may instead be a part of ``content``."""
+    """Reasoning before the answer; may instead be a part of ``content``."""
     tool_calls: list[ToolCall]
     unparsed_tool_calls: list[UnparsedToolCall]
     """Only in parsed responses."""
     tool_call_id: str
-    """Of a tool's message: which call it answers."""
+    """In a tool's message: the call that it answers."""
     name: str
-    """Of a tool's message: which tool speaks."""
+    """In a tool's message: the name of the tool."""
     trainable: bool
     """Read with ``TrainOn.CUSTOMIZED`` only."""
 
@@ -108,7 +108,7 @@ class TrainOn(StrEnum):
     """All messages of the assistant after the last one of a user: its tool calls and its answer."""
     ALL_ASSISTANT_MESSAGES = "all_assistant_messages"
     ALL_MESSAGES = "all_messages"
-    """What every role says, without the marks that tell who speaks."""
+    """The content of every role, without headers."""
     ALL_TOKENS = "all_tokens"
     ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
     CUSTOMIZED = "customized"
@@ -120,9 +120,9 @@ class Termination(StrEnum):
 
     STOP_SEQUENCE = "stop_sequence"
     EOS = "eos"
-    """By the tokenizer's end of text where the template ends a message otherwise."""
+    """By the tokenizer's end of text, where the template ends a message with another token."""
     MALFORMED = "malformed"
-    """It did not end, or went on after its end."""
+    """It has no end, or continues after its end."""
 
     @property
     def is_clean(self) -> bool:
@@ -141,7 +141,7 @@ def make_tool_call(name: str, arguments: Mapping[str, Any], call_id: str | None 
 
 
 def add_calls(message: Message, calls: list[ToolCall], unparsed: list[UnparsedToolCall]) -> None:
-    """Set the fields of a parsed message that has calls, or text that looks like a call and is none."""
+    """Set ``tool_calls`` and ``unparsed_tool_calls`` of a parsed message, if there are any."""
     if calls:
         message["tool_calls"] = calls
     if unparsed:
@@ -149,7 +149,7 @@ def add_calls(message: Message, calls: list[ToolCall], unparsed: list[UnparsedTo
 
 
 def call_arguments(call: ToolCall) -> dict[str, Any]:
-    """The arguments of a call as an object, however they were written."""
+    """Return the arguments of a call as an object; parse them if they are JSON text."""
     arguments = call["function"]["arguments"]
     if isinstance(arguments, str):
         try:
@@ -162,18 +162,18 @@ def call_arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """What a message says, without what it thinks or shows."""
+    """Return the text of a message, without thinking and images."""
     return _joined(message, "text")
 
 
 def thinking_of(message: Message) -> str:
-    """What a message thinks, whether in its field, in parts of its content, or nothing."""
+    """Return the thinking of a message, from its field or from parts of its content; empty if there is none."""
     return message.get("thinking") or _joined(message, "thinking")
 
 
 def _joined(message: Message, kind: str) -> str:
     content = message["content"]
-    if content is None:  # what OpenAI's API has beside tool calls
+    if content is None:  # as in OpenAI's API beside tool calls
         return ""
     if isinstance(content, str):
         return content if kind == "text" else ""
@@ -184,7 +184,7 @@ def _joined(message: Message, kind: str) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse what is no conversation, naming the message."""
+    """Validate a conversation; raise ``InvalidInput`` that names the offending message."""
     if not messages:
         raise InvalidInput("a conversation has no messages; at least one is needed")
     for index, message in enumerate(messages):
@@ -195,7 +195,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def trained_indices(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
-    """The messages with weight, in order; all of them for ``ALL_TOKENS``."""
+    """Return the indices of the trained messages, in order; all of them for ``ALL_TOKENS``."""
     roles = [message["role"] for message in messages]
     assistant = [index for index, role in enumerate(roles) if role == "assistant"]
     match train_on:

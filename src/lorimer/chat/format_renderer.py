@@ -1,8 +1,8 @@
-"""What renderers of a written chat format share: messages in order, each a header and what is said, encoded apart.
+"""Base class of renderers with a hard-coded chat format: each message is a header and content, encoded separately.
 
-The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` reads
-the chat template of a tokenizer instead, which encodes a conversation as one text and so may differ from these where
-tokens join. The formats themselves are in ``formats.py``.
+The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` uses the
+chat template of a tokenizer instead and encodes a conversation as one text, so tokens may differ where pieces meet. The
+formats themselves are in ``formats.py`` and ``qwen35.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ from lorimer.types import ModelInput
 
 
 class Place(NamedTuple):
-    """Where a message stands in its conversation."""
+    """The position of a message in its conversation."""
 
     position: int
     is_last: bool
@@ -42,11 +42,11 @@ class Written(NamedTuple):
     """The tokens of one message."""
 
     header: list[int]
-    """Who speaks; never sampled."""
+    """Tokens that name the role; never sampled."""
     output: list[int]
-    """What is said, with its end."""
+    """Tokens of the content and of the end of the message."""
     overlap: tuple[int, ...] = ()
-    """What completes the stop sequence after the last message, where the next header would."""
+    """Tokens that complete the stop sequence after the last message, in place of the next header."""
 
 
 class FormatRenderer(ABC):
@@ -67,7 +67,7 @@ class FormatRenderer(ABC):
     def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]: ...
 
     def create_conversation_prefix_with_tools(self, tools: Sequence[Any], system_prompt: str = "") -> list[Message]:
-        """The messages that begin a conversation with these tools."""
+        """Return the messages that begin a conversation with these tools."""
         raise Unsupported(f"{type(self).__name__} has no form for tools; 'qwen3' and 'template' have one")
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +112,7 @@ class FormatRenderer(ABC):
         train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
         tools: Sequence[ToolSpec] | None = None,
     ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
-        """One sequence, or one for each trained message where earlier messages are written otherwise."""
+        """Return one sequence, or one for each trained message if the format rewrites earlier messages."""
         prepared, train_on_what = self._prepared(messages, tools), TrainOn(train_on_what)
         if self.has_extension_property:
             return [self._example(prepared, train_on_what)]
@@ -151,7 +151,7 @@ class FormatRenderer(ABC):
         return ModelInput.from_ints(tokens), np.array(weights, np.float32)
 
     def _num_given(self, messages: list[Message], train_on: TrainOn, tokens: list[int]) -> int:
-        """How many tokens the prompt would hold already when the first trained message is sampled; 0 if unknown."""
+        """Return the length of the prompt from which the first trained message would be sampled; 0 if unknown."""
         if train_on is TrainOn.LAST_ASSISTANT_MESSAGE:
             first = len(messages) - 1
         elif train_on is TrainOn.LAST_ASSISTANT_TURN:
@@ -173,7 +173,7 @@ class FormatRenderer(ABC):
     # ── messages and tokens ───────────────────────────────────────────────────────────────────────────
 
     def _prepared(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> list[Message]:
-        """The messages with thoughts among their parts, after a system message that has the tools."""
+        """Return the messages with thinking as parts of their content, after a system message with the tools."""
         if messages:
             check_messages(messages)
         prepared = [_with_thoughts_in_parts(message) for message in messages]
@@ -186,7 +186,7 @@ class FormatRenderer(ABC):
         return list(self.tokenizer.encode(text, add_special_tokens=False, **options))
 
     def _token(self, mark: str) -> int:
-        """The token of a mark; refused where the tokenizer has none, since its model knows another format."""
+        """Return the token of a marker; refuse a tokenizer without it, whose model was trained on another format."""
         tokens = self._encode(mark)
         if len(tokens) != 1:
             name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
@@ -197,7 +197,7 @@ class FormatRenderer(ABC):
         return tokens[0]
 
     def _until(self, response: Sequence[int], end: int) -> tuple[str, Termination]:
-        """The text before the token that ends a message, and whether it is there."""
+        """Return the text before the token that ends a message, and how the response ended."""
         tokens = list(response)
         if (count := tokens.count(end)) > 1:
             raise InvalidInput(
@@ -267,7 +267,7 @@ def _with_thoughts_in_parts(message: Message) -> Message:
 
 
 def only_text(message: Message) -> str:
-    """The text of a message that is nothing else."""
+    """Return the text of a message; refuse a message that holds anything else."""
     content = message["content"]
     if message.get("tool_calls"):
         raise Unsupported("this renderer has no form for tool calls; 'qwen3' and 'template' have one")

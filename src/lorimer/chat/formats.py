@@ -1,4 +1,4 @@
-"""The chat formats that the official cookbook names, written out: plain dialogue, Llama 3 and the Qwen3 family."""
+"""Hard-coded chat formats of the official cookbook: plain dialogue, Llama 3 and Qwen3."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class RoleColonRenderer(FormatRenderer):
         return Written(
             header=self._encode(message["role"].capitalize() + ":"),
             output=self._encode(f" {only_text(message)}\n\n"),
-            # The official renderer writes the placeholder after a last message of anybody else.
+            # The official renderer writes the placeholder after a last message of any other role.
             overlap=tuple(self._encode("User:" if message["role"] == "assistant" else "<UNUSED>")),
         )
 
@@ -56,7 +56,7 @@ class RoleColonRenderer(FormatRenderer):
 
 
 class Llama3Renderer(FormatRenderer):
-    """Llama 3's headers, without the dates that its chat template adds to what the system says."""
+    """Llama 3's headers, without the dates that its chat template adds to the system message."""
 
     def write(self, message: Message, place: Place) -> Written:
         return Written(
@@ -89,12 +89,12 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""What the chat template of Qwen3 writes to the system about tools."""
+"""The description of tools in the system message, as in the chat template of Qwen3."""
 BLOCKS = re.compile(r"<think>(.*?)</think>|<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class Qwen3Renderer(FormatRenderer):
-    """Qwen3's marks. Of earlier answers the thoughts are left out; the last one has a block of them, empty or not.
+    """Qwen3's markers. Earlier answers lose their thinking; the last one has a block for it, empty or not.
 
     With thinking ``off`` the prompt closes that block; models that ``never`` think have none.
     """
@@ -118,12 +118,12 @@ class Qwen3Renderer(FormatRenderer):
             text = f"<tool_response>\n{text}\n</tool_response>"
         if "tool_calls" in message:
             text += ("\n" if is_begun else "") + "\n".join(map(_written_call, message["tool_calls"]))
-        # Marks in what somebody says are no marks.
+        # Markers in the content must not become special tokens.
         said = self._encode(text, split_special_tokens=True)
         return Written(header=self._encode(header(message["role"], place)), output=[*said, self._end])
 
     def _said(self, message: Message, place: Place) -> tuple[str, bool]:
-        """What a message says with its thoughts, and whether it says anything but an empty block of them."""
+        """Return the text of a message with its thinking, and whether there is more than an empty block."""
         content, is_assistant = message["content"], message["role"] == "assistant"
         has_block = is_assistant and place.is_last and place.last_user >= 0 and self._thinking != "never"
         if isinstance(content, str):
@@ -196,12 +196,12 @@ def unknown_part(part: ContentPart) -> Unsupported:
 
 
 def function_of(tool: Any) -> Any:
-    """The function of a tool, which the official cookbook has without anything around it."""
+    """Return the function of a tool; in the official cookbook, the tool is the function itself."""
     return tool["function"] if tool.get("type") == "function" else tool
 
 
 def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
-    """Of a call that is a dictionary or, in the official cookbook, an object."""
+    """Return name and arguments of a call, which is a dictionary or, in the official cookbook, an object."""
     if not isinstance(call, Mapping):
         call = make_tool_call(call.function.name, json.loads(call.function.arguments))
     return call["function"]["name"], call_arguments(call)
@@ -213,7 +213,7 @@ def _written_call(call: Any) -> str:
 
 
 def _split(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedToolCall]]:
-    """Thoughts and texts in their order, the calls, and what stands between the marks of a call and is none."""
+    """Split a response into parts (thinking and texts in order), calls, and calls that cannot be parsed."""
     parts: list[ContentPart] = []
     calls: list[ToolCall] = []
     unparsed: list[UnparsedToolCall] = []
@@ -244,7 +244,7 @@ def _read_call(text: str, block: str, calls: list[ToolCall], unparsed: list[Unpa
 
 
 def _without_block(parts: Sequence[ContentPart]) -> list[ContentPart]:
-    """Parts without the line breaks that belong to the block of thoughts, and without an empty block."""
+    """Strip the line breaks around blocks of thinking, and drop empty blocks."""
     kept: list[ContentPart] = []
     follows_block = False
     for part in parts:

@@ -1,7 +1,7 @@
-"""The form of an assistant's message in a chat template, learned by rendering probes, and responses read by it.
+"""Learn how a chat template writes an assistant's message by rendering probes, and parse responses accordingly.
 
-A template is a program; what it writes around content, thoughts and tool calls is seen by giving it words that occur
-nowhere else. Calls are read back where they are JSON objects between marks, or nothing but such an object.
+A template is a program; unique words as content, thinking and tool calls show what it writes around them. Calls can be
+parsed if they are JSON objects between markers, or nothing but such an object.
 """
 
 import json
@@ -16,7 +16,7 @@ from lorimer.errors import InvalidInput, LorimerError
 QUESTION, ANSWER, THOUGHT, FOLLOW_UP = "zqquestionqz", "zqanswerqz", "zqthoughtqz", "zqfollowqz"
 TOOL, KEY, VALUE = "zqtoolqz", "zqkeyqz", "zqvalueqz"
 MARK = "zqmarkqz"
-"""Put into a message to see whether a template writes it, and where."""
+"""Content that shows whether a template writes it, and where."""
 WITH_IMAGE = [{"type": "image"}, {"type": "text", "text": MARK}]
 CALL_ID = "zqcallidz"
 """Nine letters and digits, which is all that some templates accept."""
@@ -29,7 +29,7 @@ class Render(Protocol):
 
 
 def writes(render: Callable[[Any], str], content: Any) -> bool:
-    """Return whether a template writes ``content``, which holds ``MARK``; ``render`` renders a user's message of it."""
+    """Return whether a template writes ``content``, which holds ``MARK``; ``render`` renders it as a user's message."""
     try:
         return MARK in render(content)
     except InvalidInput:
@@ -37,16 +37,16 @@ def writes(render: Callable[[Any], str], content: Any) -> bool:
 
 
 def wants_parts(render: Callable[[Any], str]) -> bool:
-    """Return whether a template writes content that is a list of parts, and leaves it out where it is a text."""
+    """Return whether a template writes content that is a list of parts, but omits content that is a string."""
     return not writes(render, MARK) and writes(render, [{"type": "text", "text": MARK}])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkingForm:
     before: str
-    """Empty where the prompt has it already."""
+    """Text before the thinking; empty if the prompt ends with it."""
     after: str
-    """Between the thought and the content."""
+    """Text between the thinking and the content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class CallForm:
     arguments_key: str
 
     def parse(self, text: str) -> tuple[str, list[ToolCall], list[UnparsedToolCall]]:
-        """What is said beside the calls, the calls, and what looks like a call and is none."""
+        """Return the text besides the calls, the calls, and calls that cannot be parsed."""
         calls: list[ToolCall] = []
         unparsed: list[UnparsedToolCall] = []
         if not self.open:
@@ -92,15 +92,15 @@ class CallForm:
 @dataclass(frozen=True, kw_only=True)
 class TemplateForm:
     content_prefix: str
-    """Stands between the prompt and the content of a message without thought."""
+    """Text between the prompt and the content of a message without thinking."""
     ends: tuple[str, ...]
-    """What may end a message: single tokens, written as text."""
+    """Single tokens, as text, that may end a message."""
     thinking: ThinkingForm | None
     call: CallForm | None
     has_extension_property: bool
 
     def parse(self, text: str) -> Message:
-        """The message in what was sampled, its end excluded."""
+        """Parse a sampled text without its end token as a message."""
         thought, said = self._split_thought(text)
         message: Message = {"role": "assistant", "content": said}
         if self.call is not None:
@@ -117,14 +117,14 @@ class TemplateForm:
             opening, closing = self.thinking.before.strip(), self.thinking.after.strip()
             begun = text.lstrip() if opening else text
             if begun.startswith(opening):
-                # Without an end it is all thought, cut short.
+                # Without an end marker, all of it is truncated thinking.
                 thought, _, said = begun[len(opening) :].partition(closing)
                 return thought.strip("\n"), said.lstrip("\n")
         return "", text.removeprefix(self.content_prefix)
 
 
 def learn_form(render: Render, marks_in: Callable[[str], list[str]]) -> TemplateForm:
-    """What the template behind ``render`` writes; ``marks_in`` gives the tokens in a text that stand for themselves."""
+    """Learn the form of the template behind ``render``; ``marks_in`` returns the added tokens in a text."""
     question: Message = {"role": "user", "content": QUESTION}
     prompt = render([question], prompt=True)
     plain = render([question, {"role": "assistant", "content": ANSWER}])
@@ -159,7 +159,7 @@ def _learn_thinking(render: Render, question: Message, prompt: str) -> ThinkingF
 def _learn_call(
     render: Render, question: Message, prefix: str, end: str, marks_in: Callable[[str], list[str]]
 ) -> tuple[CallForm | None, str]:
-    """The form of a call, and what ends a message with calls."""
+    """Return the form of a call, and the token that ends a message with calls."""
     schema = {"type": "object", "properties": {KEY: {"type": "string"}}, "required": [KEY]}
     tool: ToolSpec = {"type": "function", "function": {"name": TOOL, "description": TOOL, "parameters": schema}}
     call = make_tool_call(TOOL, {KEY: VALUE}, CALL_ID)
@@ -180,7 +180,7 @@ def _learn_call(
 
 
 def _find_object(text: str) -> tuple[int, int, str, str] | None:
-    """Where the JSON object of the probe's call is, and its keys."""
+    """Find the JSON object of the probe's call; return its bounds and its keys for name and arguments."""
     for match in re.finditer(r"\{", text[: text.index(TOOL)]):
         try:
             value, stop = json.JSONDecoder().raw_decode(text, match.start())
@@ -197,7 +197,7 @@ def _probe_part(item: Any) -> str:
 
 
 def _is_extended(render: Render, question: Message, prompt: str, end: str) -> bool:
-    """Whether a later prompt has the earlier message as it was sampled, with its thought and without."""
+    """Return whether a later prompt contains an earlier message as it was sampled, with and without thinking."""
     for answer in (
         Message(role="assistant", content=ANSWER),
         Message(role="assistant", content=ANSWER, thinking=THOUGHT),
@@ -210,7 +210,7 @@ def _is_extended(render: Render, question: Message, prompt: str, end: str) -> bo
 
 
 def _try_render(render: Render, messages: list[Message], **options: Any) -> str:
-    """Nothing where the template refuses: it then has no form for what was probed."""
+    """Render a probe; return an empty text if the template refuses it, and so does not support it."""
     try:
         return render(messages, **options)
     except LorimerError:

@@ -1,8 +1,8 @@
-"""Images of conversations: a part of a message becomes a chunk, and sequences with chunks of images become numbers.
+"""Images of conversations: convert parts of messages to chunks, and sequences with image chunks to arrays.
 
-A part holds a picture of Pillow or a ``data:`` URL, as those of the official cookbook and of OpenAI's API do; no
-address is opened. How many tokens an image is, an image processor of ``transformers`` tells; where they stand in a
-conversation, the chat template (``template_renderer.py``).
+A part holds a Pillow image or a ``data:`` URL, as in the official cookbook and in OpenAI's API; nothing is downloaded.
+An image processor of ``transformers`` counts the tokens of an image; the chat template decides where they are
+(``template_renderer.py``).
 """
 
 import io
@@ -19,11 +19,11 @@ from lorimer.types.images import image_of_url
 
 IMAGE_TYPES = ("image", "image_url")
 PLACEHOLDERS = ("<|image_pad|>", "<image>")
-"""What Qwen's and Llava's templates write for an image, unless the tokenizer has a name for it."""
+"""Image placeholders of Qwen's and Llava's templates, unless the tokenizer names its own."""
 
 
 def parts_of(message: Message) -> list[dict[str, Any]]:
-    """The texts and images of a message, without what it thinks."""
+    """Return the texts and images of a message, without its thinking."""
     content = message["content"] or []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -35,7 +35,7 @@ def has_images(message: Message) -> bool:
 
 
 def marked_parts(message: Message, mark: str) -> tuple[list[Any], list[Any]]:
-    """Contents with the mark where the message's own begins, and where it ends: as a part, and within a text."""
+    """Return contents with the mark at the beginning and at the end: as a part of its own, and within a text."""
     parts = parts_of(message)
     added = {"type": "text", "text": mark}
     begins, ends = [[added, *parts]], [[*parts, added]]
@@ -48,7 +48,7 @@ def marked_parts(message: Message, mark: str) -> tuple[list[Any], list[Any]]:
 
 
 def placeholder_of(tokenizer: Any, written: Sequence[int]) -> int | None:
-    """The token that stands for an image in rendered text; ``written`` is what a template makes of one."""
+    """Return the placeholder token of an image; ``written`` are the tokens of a rendered image."""
     added: dict[str, int] = tokenizer.get_added_vocab()
     named = getattr(tokenizer, "image_token", None)
     known = [added[mark] for mark in ([str(named)] if named else PLACEHOLDERS) if mark in added]
@@ -59,7 +59,7 @@ def placeholder_of(tokenizer: Any, written: Sequence[int]) -> int | None:
 
 
 def images_of(messages: Sequence[Message], processor: Any) -> list[tuple[int, ImageChunk]]:
-    """All images in order, each with the number of its message; their tokens are counted where there is a processor."""
+    """Return all images in order, each with the index of its message; a processor counts their tokens."""
     return [
         (index, image_chunk(part, f"image {number} of message {index}", processor))
         for index, message in enumerate(messages)
@@ -68,7 +68,7 @@ def images_of(messages: Sequence[Message], processor: Any) -> list[tuple[int, Im
 
 
 def image_chunk(part: dict[str, Any], where: str, processor: Any) -> ImageChunk:
-    """A picture of Pillow is sent as PNG, which loses nothing; what a URL holds, as it is."""
+    """Convert a part to a chunk: encode a Pillow image as PNG, which is lossless; keep the bytes of a URL."""
     given = part.get("image") if part["type"] == "image" else (part.get("image_url") or {}).get("url")
     if isinstance(given, str):
         chunk = image_of_url(given, where)
@@ -106,7 +106,7 @@ def _picture(given: object, where: str) -> Any:
 
 
 def num_tokens(picture: Any, processor: Any, where: str) -> int:
-    """How many tokens a picture is, by an image processor that counts patches or by a model's whole processor."""
+    """Count the tokens of a picture with an image processor that counts patches, or with a model's processor."""
     counts = getattr(processor, "image_processor", processor)
     if hasattr(counts, "get_number_of_image_patches"):
         try:
@@ -126,7 +126,7 @@ def num_tokens(picture: Any, processor: Any, where: str) -> int:
 
 
 def spread(values: NDArray[np.float32], places: Sequence[int], images: Sequence[ImageChunk]) -> NDArray[np.float32]:
-    """One value for each token as one for each position: images have 0 at all of theirs."""
+    """Expand values of tokens to values of positions; positions of images get 0."""
     lengths = np.ones(len(values), np.int64)
     spread_out = values.copy()
     for place, image in zip(places, images, strict=True):
@@ -140,7 +140,7 @@ def spread(values: NDArray[np.float32], places: Sequence[int], images: Sequence[
 
 
 def ids_of(model_input: ModelInput) -> NDArray[np.int64]:
-    """An id for each position; 0 at those of images, which nothing predicts."""
+    """Return the token id of each position; 0 for positions of images, which are never predicted."""
     arrays = [
         np.zeros(chunk.length, np.int64) if isinstance(chunk, ImageChunk) else ModelInput(chunks=[chunk]).to_array()
         for chunk in model_input.chunks
@@ -149,7 +149,7 @@ def ids_of(model_input: ModelInput) -> NDArray[np.int64]:
 
 
 def first_positions(model_input: ModelInput, length: int) -> ModelInput:
-    """The beginning of an input; an image is not cut."""
+    """Return the first ``length`` positions of an input; refuse to cut an image."""
     chunks: list[Any] = []
     for chunk in model_input.chunks:
         room = length - sum(one.length for one in chunks)

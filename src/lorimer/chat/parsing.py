@@ -1,6 +1,6 @@
-"""The parts of an answer, read off its text as it comes: what the model thinks, what it says, what it calls.
+"""Parse a streamed answer into parts: reasoning, content and tool calls.
 
-Text that may be the beginning of a marker is held until that is known; a call is handed out when it is complete.
+Text that may begin a marker is buffered until that is known; a call is emitted when it is complete.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lorimer.chat.tools import Call, Tools, ToolSyntax
 
 THINK, END_THINK = "<think>", "</think>"
 BARE_BEGINNINGS = ("{", "<|python_tag|>")
-"""How a call begins that is the whole answer."""
+"""Beginnings of a call that is the whole answer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What to look for. ``thinks_first``: the prompt has opened the thought already."""
+    """Which parts to expect. ``thinks_first``: the prompt has opened the reasoning already."""
 
     has_thoughts: bool = False
     thinks_first: bool = False
@@ -57,7 +57,7 @@ class AnswerParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What is left at the end of the answer; a call that is not closed may be complete all the same."""
+        """Return the remaining parts at the end of the answer; a call without its closing marker may be complete."""
         parts = self.add("")
         held, self._held = self._held, ""
         if self._state == "call":
@@ -67,7 +67,7 @@ class AnswerParser:
         return parts
 
     def _step(self, parts: list[Part]) -> bool:
-        """Go on to the next marker; false when more text is needed."""
+        """Advance to the next marker; return false if more text is needed."""
         if self._state == "start":
             return self._begin()
         if self._state == "thought":
@@ -83,7 +83,7 @@ class AnswerParser:
         return True
 
     def _begin(self) -> bool:
-        """Find out by its first characters what the answer begins with."""
+        """Decide by the first characters what the answer begins with."""
         begun = self._held.lstrip()
         beginnings = [THINK] if self._form.has_thoughts else []
         is_bare = self._form.syntax is not None and not self._form.syntax.open
@@ -98,7 +98,7 @@ class AnswerParser:
         return True
 
     def _until(self, marker: str, then: Literal["text", "call"], parts: list[Part]) -> bool:
-        """Hand out text up to the marker."""
+        """Emit text up to the marker."""
         if marker and marker in self._held:
             text, _, self._held = self._held.partition(marker)
             self._take(text, parts)
@@ -131,12 +131,12 @@ class AnswerParser:
 
 
 def _num_begun(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may begin ``marker``."""
+    """Return how many characters at the end of ``text`` may begin ``marker``."""
     return max((size for size in range(1, len(marker)) if text.endswith(marker[:size])), default=0)
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
+    """Merge consecutive parts of one kind."""
     found: list[Part] = []
     for part in parts:
         if found and part.call is None and found[-1].kind == part.kind:

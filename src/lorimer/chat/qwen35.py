@@ -1,6 +1,6 @@
-"""The chat format of Qwen3.5 and Qwen3.6 without images: Qwen3's marks, trimmed texts, and calls as tags.
+"""The chat format of Qwen3.5 and Qwen3.6 without images: Qwen3's markers, trimmed texts, and calls as XML tags.
 
-Every prompt opens a block of thoughts, or closes it where the model is told not to think.
+Every prompt opens a block of thinking, and also closes it if thinking is disabled.
 """
 
 import json
@@ -63,13 +63,13 @@ Reminder:
 - If there is no function call available, answer the question like normal with your current knowledge and do not tell \
 the user about function calls
 </IMPORTANT>"""
-"""What the chat template of Qwen3.5 writes to the system about tools."""
+"""The description of tools in the system message, as in the chat template of Qwen3.5."""
 CALL = re.compile(r"\s*<tool_call>\s*<function=([^>\n]+)>\s*(.*?)\s*</function>\s*</tool_call>\s*", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
 
 
 class Qwen35Renderer(Qwen3Renderer):
-    """With ``keeps_thoughts``, thoughts stay in earlier answers, which Qwen3.5 leaves out otherwise."""
+    """With ``keeps_thoughts``, earlier answers keep their thinking, which Qwen3.5 removes by default."""
 
     def __init__(self, tokenizer: Any, *, is_told_not_to_think: bool = False, keeps_thoughts: bool = False) -> None:
         super().__init__(tokenizer)
@@ -93,7 +93,7 @@ class Qwen35Renderer(Qwen3Renderer):
         return self._split_at_prompt(head, text, place, is_sampled=is_assistant and place.is_last)
 
     def _split_at_prompt(self, head: str, text: str, place: Place, *, is_sampled: bool) -> Written:
-        """What the prompt holds of a block without thoughts belongs to the header, and the rest is sampled."""
+        """Assign the part of an empty block that the prompt contains to the header; the rest is sampled."""
         given = self._prompt_text("assistant", place)
         if is_sampled and head.startswith(given):
             rest = head[len(given) :]
@@ -112,7 +112,7 @@ class Qwen35Renderer(Qwen3Renderer):
         return [{"role": "system", "content": "\n\n".join(filter(None, texts))}]
 
     def parse_response(self, response: Sequence[int]) -> tuple[Message, Termination]:
-        """The prompt has opened the block of thoughts, so a response only closes it."""
+        """Parse a response, which only closes the block of thinking, because the prompt has opened it."""
         tokens, opening = list(response), self._encode(OPEN)
         if tokens[: len(opening)] != opening and self._token("</think>") in tokens:
             tokens = opening + tokens
@@ -126,7 +126,7 @@ class Qwen35Renderer(Qwen3Renderer):
 
 
 def _trimmed(content: Content) -> Content:
-    """Content without the space before its first and after its last letter, thoughts left as they are."""
+    """Strip leading and trailing space of the content; leave thinking unchanged."""
     if isinstance(content, str):
         return content.strip()
     parts = list(content)
@@ -172,7 +172,7 @@ def _written_call(call: Any) -> str:
 
 
 def _with_trimmed_thoughts(parts: Sequence[ContentPart]) -> list[ContentPart]:
-    """Parts with the thoughts before the answer trimmed."""
+    """Strip the thinking before the answer."""
     trimmed: list[ContentPart] = []
     for index, part in enumerate(parts):
         if part["type"] == "thinking":
@@ -185,7 +185,7 @@ def _with_trimmed_thoughts(parts: Sequence[ContentPart]) -> list[ContentPart]:
 
 
 def _read_tagged_calls(message: Message) -> None:
-    """Move what is a call written as tags from what could not be read to the calls."""
+    """Parse unparsed calls that are written as XML tags, and move them to the calls."""
     calls: list[ToolCall] = []
     unparsed: list[UnparsedToolCall] = []
     for block in message.pop("unparsed_tool_calls", []):

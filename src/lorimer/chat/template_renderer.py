@@ -1,8 +1,8 @@
 """The renderer of any chat model: the chat template of its tokenizer, token for token.
 
-Which tokens are an assistant's is found by rendering the conversation up to its message: they are what the template
-adds to the prompt that the message would have been sampled from, to its end. A template may write a message otherwise
-once the conversation goes on (Qwen3 drops its thoughts); then it is trained on in a sequence that ends with it.
+An assistant's tokens are found by rendering the conversation up to its message: they are what the template adds to the
+prompt from which the message would have been sampled. A template may rewrite a message once the conversation continues
+(Qwen3 drops its thinking); such a message is trained on in a sequence that ends with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,14 @@ class Span(NamedTuple):
     begin: int
     end: int
     is_exact: bool
-    """Whether a token that crosses ``begin`` is cut there, as the prompt is when the part is sampled."""
+    """Whether a token that crosses ``begin`` is split there, as it is when the part is sampled after its prompt."""
 
 
 class TemplateRenderer:
-    """``template_options`` go to the template, such as ``enable_thinking=False``; one without effect is refused.
+    """Renders with the tokenizer's chat template.
 
-    The ``image_processor`` tells how many tokens images are; without one they can be sampled from, not trained on.
+    ``template_options`` such as ``enable_thinking=False`` go to the template; one without effect is refused. The
+    ``image_processor`` counts the tokens of images; without one, images can be sampled from but not trained on.
     """
 
     def __init__(self, tokenizer: Any, *, image_processor: Any = None, **template_options: Any) -> None:
@@ -129,7 +130,7 @@ class TemplateRenderer:
         train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_TURN,
         tools: Sequence[ToolSpec] | None = None,
     ) -> list[tuple[ModelInput, NDArray[np.float32]]]:
-        """Each sequence is the conversation up to the last message that is trained on in it."""
+        """Return sequences, each the conversation up to the last message that is trained on in it."""
         check_messages(messages)
         images = self._images(messages)
         train_on = TrainOn(train_on_what)
@@ -164,7 +165,7 @@ class TemplateRenderer:
         text: str,
         tools: Sequence[ToolSpec] | None,
     ) -> Span | None:
-        """Where a message is in the text of the shown ones; ``None`` if it is not there as it was when it was last."""
+        """Locate a message in the text of the shown ones; ``None`` if the text differs from when it was the last."""
         if messages[index]["role"] == "assistant":
             return self._assistant_span(messages, index, text, tools)
         return self._content_span(shown, index, text, tools)
@@ -195,7 +196,7 @@ class TemplateRenderer:
     def _content_span(
         self, shown: list[Message], index: int, text: str, tools: Sequence[ToolSpec] | None
     ) -> Span | None:
-        """The content, and the end of the message where it follows."""
+        """Return the span of the content, with the end of the message if it follows."""
         begins, ends = _marked_contents(shown[index])
         begin = self._find_mark(shown, index, begins, text, tools)
         end = self._find_mark(shown, index, ends, text, tools)
@@ -236,7 +237,7 @@ class TemplateRenderer:
     def _token_bounds(self, text: str, tokens: list[int], span: Span) -> tuple[int, int] | None:
         begin, end = self._num_tokens_to(text, tokens, span.begin), self._num_tokens_to(text, tokens, span.end)
         for shift in range(1, 0 if span.is_exact else len(text)):
-            # A token that lies across a border belongs to the content.
+            # A token that crosses a border belongs to the content.
             if begin is not None and end is not None:
                 break
             begin = self._num_tokens_to(text, tokens, max(span.begin - shift, 0)) if begin is None else begin
@@ -244,14 +245,14 @@ class TemplateRenderer:
         return None if begin is None or end is None else (begin, end)
 
     def _num_tokens_to(self, text: str, tokens: list[int], position: int) -> int | None:
-        """How many tokens there are up to a position; ``None`` if one lies across it."""
+        """Return the number of tokens up to a position; ``None`` if a token crosses it."""
         if position == len(text):
             return len(tokens)
         before = self._encode(text[:position])
         return len(before) if tokens[: len(before)] == before else None
 
     def _cut(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The text encoded in pieces, so that each trained part follows its prompt as it does when it is sampled."""
+        """Encode the text in pieces, so that each trained part follows its prompt as it does when sampled."""
         tokens: list[int] = []
         bounds: list[tuple[int, int] | None] = []
         done = 0
@@ -301,7 +302,7 @@ class TemplateRenderer:
         return text
 
     def _check_shown(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None, text: str) -> None:
-        """Refuse a template that leaves out tools or calls without a word."""
+        """Refuse a template that silently omits tools or calls."""
         names = [tool["function"]["name"] for tool in tools or []]
         names += [call["function"]["name"] for message in messages for call in message.get("tool_calls") or []]
         for name in names:
@@ -313,7 +314,7 @@ class TemplateRenderer:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
+        """Whether the template writes content that is a list of parts, but omits content that is a string."""
         return wants_parts(self._render_content)
 
     @cached_property
@@ -324,7 +325,7 @@ class TemplateRenderer:
         return self._apply([{"role": "user", "content": content}])
 
     def _probes(self) -> list[str]:
-        """What options may change: how a question is written, and one with an image."""
+        """Render what options may change: a question, and one with an image."""
         question = self._prompt([{"role": "user", "content": "?"}])
         return [question, self._render_content(WITH_IMAGE) if self._takes_images else ""]
 
@@ -337,7 +338,7 @@ class TemplateRenderer:
         return images
 
     def _places(self, tokens: Sequence[int], images: Sequence[ImageChunk]) -> list[int]:
-        """Where the template wants the images, one for each placeholder that it has written."""
+        """Return the positions of the images: one for each placeholder that the template wrote."""
         written = self._encode(self._render_content(WITH_IMAGE)) if images else []
         placeholder = placeholder_of(self.tokenizer, written)
         places = places_of(tokens, placeholder)
@@ -370,7 +371,7 @@ def _for_template(message: Message, wants_parts: bool) -> dict[str, Any]:
     if wants_parts or has_images(message):
         values["content"] = [part if part["type"] == "text" else {"type": "image"} for part in parts_of(message)]
     if thought := thinking_of(message):
-        # Templates have three names for it, and leave alone the ones they do not know.
+        # Templates use one of three names for it and ignore the others.
         values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls := message.get("tool_calls"):
         functions = [{"name": call["function"]["name"], "arguments": call_arguments(call)} for call in calls]
@@ -382,12 +383,12 @@ def _for_template(message: Message, wants_parts: bool) -> dict[str, Any]:
 
 
 def _marked_contents(message: Message) -> tuple[list[Content], list[Content]]:
-    """Contents with the mark where the message's own begins, and where it ends; the first that fits is meant."""
+    """Return contents with the mark at the beginning and at the end; the first that fits is used."""
     if has_images(message):
         return marked_parts(message, MARK)
     content = text_of(message)
     inner = content.strip()
     lead = content[: len(content) - len(content.lstrip())]
     trail = content[len(lead) + len(inner) :]
-    # A template may trim the content: then only a mark within the trimmed text leaves it as it is.
+    # A template may trim the content; then only a mark within the trimmed text does not change the rest.
     return [MARK + content, lead + MARK + inner + trail], [content + MARK, lead + inner + MARK + trail]

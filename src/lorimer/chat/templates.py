@@ -1,6 +1,6 @@
-"""A model's chat template, as transformers runs it: Jinja in a sandbox, with the filters and tags that templates use.
+"""Render a model's chat template as transformers does: Jinja in a sandbox, with the filters and tags templates use.
 
-The template comes with the model, so the operator has chosen it; what it is given comes from users and is plain data.
+The template comes with the model, which the operator has chosen; its input comes from users and is plain data.
 """
 
 import json
@@ -24,14 +24,14 @@ RESERVED = {
     *("raise_exception", "strftime_now", "self", "conversation", "chat_template", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
 }
-"""Names that callers may not set: what we give to a template, and parameters of ``apply_chat_template``, which would
-have no effect here."""
+"""Names that callers may not set: variables we pass to templates, and parameters of ``apply_chat_template``, which have
+no effect here."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _SHOWN_CHARS = 300
 
 
 class Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant says, for those who train on it; here it only stands aside."""
+    """Parses ``{% generation %}``, which marks an assistant's content for training, and renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja reads a set)
 
@@ -53,19 +53,19 @@ class ChatTemplate:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether the template writes content that is a list of parts, and leaves it out where it is a text."""
+        """Whether the template writes content that is a list of parts, but omits content that is a string."""
         return wants_parts(self._render_content)
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether content may hold parts that are no text."""
+        """Whether content may hold images."""
         return writes(self._render_content, WITH_IMAGE)
 
     def _render_content(self, content: object) -> str:
         return self.render([{"role": "user", "content": content}], None)
 
     def reads(self, name: str) -> bool:
-        """Whether the template looks at a variable of this name."""
+        """Return whether the template reads a variable of this name."""
         return name in self._variables
 
     def render(
@@ -74,7 +74,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that asks the model for the next message."""
+        """Return the prompt for the next message."""
         given = (
             self._tokens | dict(values or {}) | {"messages": messages, "tools": tools, "add_generation_prompt": True}
         )
@@ -104,7 +104,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own would escape what HTML has a meaning for, and models have not seen that.
+    # Jinja's own filter escapes HTML characters, which models were not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -113,7 +113,7 @@ def _refuse(message: str) -> None:
 
 
 def read_templates(directory: Path) -> dict[str, ChatTemplate]:
-    """The templates of a model's directory by their names; without any, the model has no chat format."""
+    """Read the templates of a model's directory by name; without any, the model has no chat format."""
     config = _read_json(directory / "tokenizer_config.json")
     tokens = _special_tokens(_read_json(directory / "special_tokens_map.json") | config)
     sources = _sources(config.get("chat_template"))

@@ -1,7 +1,7 @@
 """Conversations as plain text, for base models without a chat template: ``User: ...``, ``Assistant: ...``.
 
-A message ends with an empty line. What a model samples ends where it writes the next speaker, so the stop sequence
-is a string, and the empty line before it is no part of the message.
+A message ends with an empty line. A sampled response ends where the model names the next role, so the stop sequence is
+a string, and the empty line before it does not belong to the message.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ STOP = END + "User:"
 
 class TextRenderer:
     has_extension_property = False
-    """The stop sequence that ends a sampled response is longer than what ends the message in a prompt."""
+    """The stop sequence of a sampled response is longer than the end of a message in a prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -57,7 +57,7 @@ class TextRenderer:
         train_on_what: TrainOn = TrainOn.LAST_ASSISTANT_MESSAGE,
         tools: Sequence[ToolSpec] | None = None,
     ) -> tuple[ModelInput, NDArray[np.float32]]:
-        """A trained message is followed by ``User:`` where it is the last, so that the model learns to stop."""
+        """Return one sequence; ``User:`` follows a trained last message, so that the model learns to stop."""
         _check(messages, tools)
         train_on = TrainOn(train_on_what)
         trained = set(trained_indices(messages, train_on))
@@ -69,7 +69,7 @@ class TextRenderer:
             header, said = map(self._encode, _parts(message))
             if index == len(messages) - 1 and message["role"] == "assistant":
                 said += self._encode("User:")
-            # The user's name after a trained answer is what the model has to write to be stopped.
+            # The model must write ``User:`` after a trained answer, because that stops it.
             ends_answer = (
                 message["role"] == "user" and index - 1 in trained and messages[index - 1]["role"] == "assistant"
             )
@@ -102,7 +102,7 @@ class TextRenderer:
         return {"role": "assistant", "content": said.strip()}, termination
 
     def _beginning(self) -> list[int]:
-        """The token that a tokenizer puts before every text, if it has one."""
+        """Return the token that begins every text, if the tokenizer has one."""
         return [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
 
     def _encode(self, text: str) -> list[int]:

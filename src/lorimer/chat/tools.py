@@ -1,6 +1,6 @@
-"""How models write calls of tools, as far as it is known, and the grammars that make them write one.
+"""The known syntaxes of tool calls: how to parse them, and the grammars that force a model to write one.
 
-Which way a model has is read off its chat template. Calls that cannot be parsed stay text, for the reader to see.
+The chat template of a model tells which syntax it has. Calls that cannot be parsed stay text, which the reader sees.
 """
 
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lorimer.chat.templates import ChatTemplate  # needs Jinja
 
 JSON_FORM = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""One way to write a value: a small model left free in its spaces may not stop making them."""
+"""Allow one way to write a value: a small model may never stop writing optional spaces."""
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -34,23 +34,23 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """Calls stand between ``open`` and ``close``; without an ``open`` they are the whole answer."""
+    """Calls are enclosed by ``open`` and ``close``; without an ``open`` they are the whole answer."""
 
     open: str
     close: str
     parse: Callable[[str, Tools], list[Call]]
-    """``ValueError`` if the text is no call."""
+    """Raises ``ValueError`` if the text is not a call."""
     arguments_name: str = "arguments"
     is_array: bool = False
     is_json: bool = True
-    """Whether a grammar can make the model write one."""
+    """Whether a grammar can force the model to write a call."""
 
     @property
     def markers(self) -> list[str]:
         return [marker for marker in (self.open, self.close) if marker]
 
     def grammar(self, tools: Tools, several: bool, token_of: Callable[[str], int | None]) -> str:
-        """Rules of Lark for ``calls``: one call, or ``several``, of these tools."""
+        """Return Lark rules for ``calls``: one call, or ``several``, of these tools."""
         if not self.is_json:
             raise Unsupported("tool_choice can only be 'auto' or 'none' with this model: its calls are not JSON")
         rules = [f"tool_{i}: %json {json.dumps(self._schema(name, tools[name]))}" for i, name in enumerate(tools)]
@@ -74,7 +74,7 @@ class ToolSyntax:
 
 
 def _marker(text: str, token_of: Callable[[str], int | None]) -> str:
-    """A marker that is one token must be matched as that: llguidance does not take it for its characters."""
+    """Return the rule of a marker: a marker that is one token must be matched as a token, not by its characters."""
     token = token_of(text)
     return json.dumps(text) if token is None else f"<[{token}]>"
 
@@ -83,7 +83,7 @@ def _marker(text: str, token_of: Callable[[str], int | None]) -> str:
 
 
 def read_call(value: object) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call that is a JSON object; ``ValueError`` if it is none."""
+    """Return the name and the arguments of a call that is a JSON object; raise ``ValueError`` if it is not one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("an object with a name is needed")
     if not isinstance(value.get("arguments"), dict):
@@ -102,7 +102,7 @@ def _parse_object(value: Any, tools: Tools) -> Call:
 
 
 def parse_tagged(text: str, tools: Tools) -> list[Call]:
-    """One call: a JSON object, or a function with its parameters as elements."""
+    """Parse one call: a JSON object, or a function with its parameters as XML elements."""
     if (found := _FUNCTION.fullmatch(text.strip())) is None:
         return [_parse_object(json.loads(text), tools)]
     name = found[1].strip()
@@ -114,7 +114,7 @@ def parse_tagged(text: str, tools: Tools) -> list[Call]:
 
 
 def _typed(text: str, schema: object) -> Any:
-    """A parameter written as text, in the type its schema has."""
+    """Convert a parameter from text to the type in its schema."""
     if isinstance(schema, dict) and schema.get("type", "string") == "string":
         return text
     try:
@@ -131,7 +131,7 @@ def parse_array(text: str, tools: Tools) -> list[Call]:
 
 
 def parse_bare(text: str, tools: Tools) -> list[Call]:
-    """One JSON object, or several with semicolons between them."""
+    """Parse one JSON object, or several separated by semicolons."""
     decoder, calls, text = json.JSONDecoder(), [], text.removeprefix("<|python_tag|>").strip()
     while text:
         value, end = decoder.raw_decode(text)
@@ -141,7 +141,7 @@ def parse_bare(text: str, tools: Tools) -> list[Call]:
 
 
 def syntax_of(template: "ChatTemplate") -> ToolSyntax | None:
-    """Return how the model of this template writes calls; None where it is not known."""
+    """Return the syntax of tool calls in this template; None if it is unknown."""
     source = template.source
     if not template.reads("tools"):
         return None

@@ -1,7 +1,7 @@
 """Starts the engine process: ``python -m lorimer.engine DESCRIPTOR``.
 
-What it imports stays until it ends. The garbage collector would look through all of it many times, at the start and
-after it, so it begins when that is done and passes it by.
+The garbage collector is disabled during imports and then ignores the imported objects: they stay until the process
+ends, and scanning them repeatedly costs time.
 """
 
 import gc

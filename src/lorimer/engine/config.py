@@ -13,19 +13,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A local directory, a .gguf file, an alias or a hub id."""
     device: Device = "auto"
     dtype: Dtype = "auto"
-    """Of the frozen base; adapters, gradients and optimisers are always float32."""
+    """Dtype of the frozen base; adapters, gradients and optimisers are always float32."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use."""
     memory_bytes: int = 0
-    """What the engine may use on its device besides the base weights; 0 takes 70 % of what is free at start."""
+    """Memory that the engine may use besides the base weights; 0 takes 70 % of what is free at start."""
     max_context: int = 0
     """Longest sequence; 0 takes the model's own limit."""
     token_budget: int = 0
-    """Most tokens of one packed training pass; 0 finds it from memory."""
+    """Maximum tokens of one packed training pass; 0 computes it from memory."""
     max_sampling_rows: int = 256
-    """Most sequences decoded in one step."""
+    """Maximum sequences decoded in one step."""
     max_image_pixels: int = 2**24
-    """Most pixels of an image; a larger one is refused before it is decoded."""
+    """Maximum pixels of an image; a larger one is refused before it is decoded."""
     cache_directory: str = ""
     """Where converted and downloaded models are kept; empty takes the user's cache directory."""
     seed: int | None = None

@@ -25,19 +25,19 @@ class Connection:
     def send(self, data: bytes) -> None:
         header = len(data).to_bytes(_LENGTH_BYTES, "little")
         with self._sending:
-            if len(data) > _COPIED_BYTES:  # put together they would be copied, and all threads would wait for that
+            if len(data) > _COPIED_BYTES:  # joining them would copy them while holding the GIL
                 self._socket.sendall(header)
                 self._socket.sendall(data)
             else:
                 self._socket.sendall(header + data)
 
     def receive(self) -> bytearray | None:
-        """The next message, waiting for it; ``None`` when the other end is gone."""
+        """Wait for the next message and return it; ``None`` when the other end is gone."""
         header = self._read(_LENGTH_BYTES)
         return None if header is None else self._read(int.from_bytes(header, "little"))
 
     def has_message(self) -> bool:
-        """Whether ``receive`` would find something, or the end, at once."""
+        """Return whether ``receive`` would return without waiting."""
         return bool(self._poll.poll(0))
 
     def _read(self, size: int) -> bytearray | None:

@@ -1,7 +1,7 @@
-"""One base model with its runs and samplers: what each command does, without processes or messages over sockets.
+"""One base model with its runs and samplers, and the effect of each command on them.
 
-The worker (``worker.py``) decides when; tests, the demo and the benchmark use it directly. A command either does all
-it says or raises and leaves everything as it was.
+The worker (``worker.py``) receives commands from a socket and decides when to run them; tests and the benchmark call
+the engine directly. A command succeeds completely, or raises and changes nothing.
 """
 
 import random
@@ -51,7 +51,7 @@ from lorimer.models.sources import resolve
 Progress = Callable[[str, float | None], None]
 
 _TRAINING_SHARE, _SAMPLING_SHARE = 0.6, 0.3
-"""Of the memory besides the base weights; the rest is for adapters and their optimisers."""
+"""Shares of the memory besides the base weights; the rest is for adapters and their optimisers."""
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
         self.model.max_context = config.max_context or self.model.max_context
         self.tokenizer = load_tokenizer(source.directory)
         self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
-        # What was free at start is what the base weights were loaded into.
+        # The base weights were loaded into the memory that was free at start.
         memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.handle) - used_before))
         budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
         self.trainer = Trainer(self.model, budget)
@@ -80,7 +80,7 @@ class Engine:
         self._new_seed = new_seed
         self._runs: dict[str, Adapter] = {}
         self._samplers: dict[str, tuple[int, FrozenAdapter]] = {}
-        """By name, the weights and their number; a name may come again with other weights, a number never does."""
+        """Number and weights by name. A name may be reused for other weights; a number never is."""
         self._num_frozen = 0
 
     @property
@@ -120,7 +120,7 @@ class Engine:
         operations: Sequence[ForwardBackward | EncodedForwardBackward],
         between_passes: Callable[[], None] | None = None,
     ) -> list[TrainResult | Exception]:
-        """Compute operations together; those that are refused or fail do so alone."""
+        """Compute operations together; each one that is refused or fails does so alone."""
         outcomes: list[TrainResult | Exception | None] = [None] * len(operations)
         batch: list[tuple[int, TrainItem]] = []
         for i, operation in enumerate(operations):
@@ -143,7 +143,7 @@ class Engine:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _read_images(self, operation: ForwardBackward) -> tuple[ForwardBackward, list[SequenceImages | None]]:
-        """The operation with the placeholders of its images among its tokens, and the images of each datum."""
+        """Return the operation with placeholders of its images among its tokens, and the images of each datum."""
         if not any(datum.images for datum in operation.data):
             return operation, []
         known: dict[bytes, ReadImage] = {}
@@ -221,7 +221,7 @@ class Engine:
         return StateResult()
 
     def add_sample(self, request: SampleRequest) -> None:
-        """Take a request; ``sampler.step`` will answer it."""
+        """Validate and enqueue a request; ``sampler.step`` answers it."""
         images = None
         if request.images:
             images = self.model.vision.read(request.prompt, request.images, "prompt", self.model.max_context, {})
@@ -230,7 +230,7 @@ class Engine:
         if request.sampler_id is None:
             self.sampler.add(request, None, images)
         else:
-            # The sampler keeps computed prompts by this id, so it must stand for one set of weights for ever.
+            # The sampler caches prompts by this id, so it must never be reused for other weights.
             number, adapter = self._find_sampler(request.sampler_id)
             self.sampler.add(msgspec.structs.replace(request, sampler_id=f"{number}"), adapter, images)
 

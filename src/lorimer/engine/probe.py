@@ -1,6 +1,6 @@
 """`python -m lorimer.engine.probe`: what torch says and does on this machine, as one line of JSON.
 
-`lorimer doctor` runs it in a process of its own, so that a torch that crashes or hangs is a finding and not a fate.
+`lorimer doctor` runs it in a process of its own, so that it survives a torch that crashes or hangs, and reports it.
 """
 
 import json

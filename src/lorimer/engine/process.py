@@ -1,8 +1,8 @@
-"""The door to an engine: starts its process, carries commands in and results out, notices its death.
+"""The interface to an engine process: start it, send commands, receive results, and detect its death.
 
 Every command gives a future; the process runs until ``close``. Nothing here waits for the engine but ``close``, so
-commands may be sent from an event loop or from the callback of a future. Nothing here imports torch, so the API
-process that owns the door stays light.
+commands may be sent from an event loop or from the callback of a future. Does not import torch, which keeps the API
+process small.
 """
 
 import os
@@ -43,13 +43,13 @@ from lorimer.errors import Cancelled, DiskFull, EngineDied, EngineError, Invalid
 Event = LoadProgress | SampleProgress
 
 _SETTINGS = {
-    # Threads that wait for one another spin only briefly. A thread that spins holds the core that another process, such
-    # as the client's, needs; beside one, small matrix products were measured twenty times slower by default.
+    # Let waiting threads spin only briefly. A spinning thread holds a core that another process, such as the client,
+    # needs; with the default, small matrix products were measured twenty times slower beside one.
     "GOMP_SPINCOUNT": "2000",
     # Large blocks of memory come in large pages: a training pass otherwise takes a hundred thousand page faults.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Of the engine's process, where the user has not set them."""
+"""Environment variables of the engine process, unless the user has set them."""
 
 
 class EngineProcess:
@@ -71,11 +71,11 @@ class EngineProcess:
         self._pending: dict[str, Future[Result]] = {}
         self._death: str | None = None
         self._reason = ""
-        """Why the process is about to end, if it is known."""
+        """Why the process is about to end, if known."""
         self.ready: Future[ModelInfo] = _future()
         """Resolves when the model is loaded, or fails with the reason it cannot be."""
         self.ended: Future[str] = _future()
-        """Resolves when the process has ended, with what is known of why."""
+        """Resolves when the process has ended, with the reason if known."""
         self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._outbox.put([msgspec.msgpack.encode(config)])
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
@@ -93,7 +93,7 @@ class EngineProcess:
 
     @property
     def num_pending(self) -> int:
-        """Commands that are not answered."""
+        """Number of commands without a reply."""
         return len(self._pending)
 
     def submit(self, command: Command) -> "Future[Result]":
@@ -103,19 +103,19 @@ class EngineProcess:
         return self._send(command, [command.request_id])[0]
 
     def train(self, batch: TrainBatch) -> "list[Future[Result]]":
-        """Send a batch; one future for each operation, in order."""
+        """Send a batch; return one future for each operation, in order."""
         payloads = batch.payloads
         bare = batch.with_payloads(repeat(b"")) if payloads else batch
         return self._send(bare, [operation.request_id for operation in batch.operations], payloads)
 
     def cancel(self, request_id: str) -> None:
-        """Give a sample up: its future fails with ``Cancelled``, unless the result is already on its way."""
+        """Cancel a sample: its future fails with ``Cancelled``, unless the result has been sent already."""
         self._outbox.put([encode(Cancel(request_id=request_id))])
 
     def _send(self, command: Command, request_ids: list[str], payloads: Sequence[bytes] = ()) -> "list[Future[Result]]":
         try:
             data = encode(command)
-            decode_command(data)  # what the engine could not read must not reach it
+            decode_command(data)  # fail here rather than send what the engine cannot decode
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidInput(f"{type(command).__name__} cannot be sent: {error}") from error
         futures: list[Future[Result]] = [_future() for _ in request_ids]
@@ -135,14 +135,14 @@ class EngineProcess:
             try:
                 for data in frames:
                     self._connection.send(data)
-            except OSError:  # the reader finds the same, and says so
+            except OSError:  # the reading thread notices the death too, and fails all futures
                 return
 
     def _read(self) -> None:
         try:
             while (data := self._connection.receive()) is not None:
                 self._take(decode_reply(data))
-        except Exception as error:  # it speaks another language, as after an upgrade under a running server
+        except Exception as error:  # another version of the protocol, as after an upgrade under a running server
             self._reason = f": its reply makes no sense: {type(error).__name__}: {error}"
             self._process.kill()
         self._fail_pending()
@@ -163,7 +163,7 @@ class EngineProcess:
         else:
             try:
                 self._on_event(reply)
-            except Exception:  # the caller's, and no reason to leave all others without answers
+            except Exception:  # an error of the caller's callback; the other commands still need their replies
                 traceback.print_exc()
 
     def _fail_pending(self) -> None:
@@ -179,11 +179,11 @@ class EngineProcess:
         self.ended.set_result(death)
 
     def kill(self) -> None:
-        """End the process at once; what it was doing fails as when it dies by itself."""
+        """Kill the process; requests in progress fail as when it dies by itself."""
         self._process.kill()
 
     def close(self, timeout_seconds: float = 10.0) -> None:
-        """Let the pass under way end, then stop the process; one that loads, or does not listen, is killed."""
+        """Stop the process after the current pass; kill one that is loading or does not respond."""
         self._outbox.put([encode(Shutdown())])
         if not self.ready.done():
             self._process.kill()
@@ -203,7 +203,7 @@ class EngineProcess:
 
 
 def _future() -> "Future[Any]":
-    """A future that its owner cannot cancel: the engine answers it in any case."""
+    """A future that cannot be cancelled, because the engine replies in any case."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

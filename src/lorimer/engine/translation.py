@@ -1,7 +1,7 @@
-"""From what travels on the wire and lies in the journal (``lorimer.types``) to what the engine computes with.
+"""Translate types of the wire and the journal (``lorimer.types``) into the engine's own.
 
-Operations of training cross the border as the journal has them, and are decoded here, in the engine's process: the API
-process handles only their bytes. Does not import torch.
+Training operations reach the engine process as the bytes that the journal holds, and are decoded here: the API process
+never decodes them. Does not import torch.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def engine_datum(datum: types.Datum, index: int) -> Datum:
 
 
 def engine_input(model_input: types.ModelInput, field: str) -> tuple[np.ndarray, list[ImageInput]]:
-    """The tokens of the text, and the images with their places in it."""
+    """Return the tokens of the text, and the images with their positions in it."""
     text: list[types.ModelInputChunk] = []
     images: list[ImageInput] = []
     offset = 0

@@ -1,8 +1,8 @@
-"""Checks what came from outside before it reaches a tensor: training operations and sample requests.
+"""Validate training operations and sample requests before their values reach a tensor.
 
 An operation becomes arrays of known type, shape and range, or an error that names the datum, the field and what is
-accepted. Errors come before any work, and nothing is allocated by a declared size alone. Uses NumPy only; what is
-accepted by which loss is read from the table in ``losses``.
+accepted. Errors come before any work, and nothing is allocated by a declared size alone. Uses NumPy only; the table in
+``training/losses.py`` says which inputs a loss accepts.
 """
 
 import math
@@ -18,13 +18,13 @@ from lorimer.engine.training.losses import Loss, find_loss
 from lorimer.errors import InvalidInput, NotFound
 
 MAX_SPARSE_CELLS = 2**26
-"""Most cells, in dense form, of all sparse arrays of one operation."""
+"""Maximum cells, in dense form, of all sparse arrays of one operation."""
 MAX_SAMPLES = 4096
 MAX_TOPK = 1024
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 4096
 MAX_ALL_STOP_CHARACTERS = 65_536
-"""Of all stop strings of a request together."""
+"""Limit of all stop strings of a request together."""
 
 Array = NDArray[Any]
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
@@ -32,7 +32,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class CustomLossSignature(Protocol):
-    """What is known of an uploaded loss without running it."""
+    """The signature of an uploaded loss."""
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -48,7 +48,7 @@ class CheckedDatum:
     targets: NDArray[np.int64]
     """``(N,)`` or ``(N, K)``"""
     inputs: Mapping[str, Array]
-    """What the loss reads besides the logprobs. Built-in losses: float32, shaped as the targets, with the same names in
+    """Inputs of the loss besides the logprobs. Built-in losses: float32, shaped as the targets, with the same names in
     every datum of an operation. Custom losses: float32, or int64 where integers were sent."""
 
 
@@ -75,10 +75,10 @@ def check_operation(
     max_context: int,
     custom_losses: Mapping[str, CustomLossSignature],
 ) -> CheckedOperation:
-    """The operation as checked arrays. ``custom_losses`` are those registered, by ``loss_id``.
+    """Return the operation as validated arrays. ``custom_losses`` are the registered ones, by ``loss_id``.
 
-    ``cross_entropy`` without ``weights`` weighs every target 1. A custom loss is given the inputs it names; others
-    that its datums carry are not looked at, for the official client sends datums of custom losses unchanged.
+    ``cross_entropy`` without ``weights`` weighs every target 1. A custom loss gets the inputs it names; other inputs
+    of its datums are ignored, because the official client sends datums of custom losses unchanged.
     """
     if not operation.data:
         raise InvalidInput("data is empty; at least one datum is accepted")
@@ -134,7 +134,7 @@ def _check_config(loss: Loss, config: Mapping[str, float | str]) -> dict[str, fl
 
 
 def _input_names(loss: Loss, data: Sequence[Datum]) -> list[str]:
-    """What every datum will hold: clip bounds by position for all datums as soon as one has them."""
+    """Return the inputs that every datum gets: clip bounds by position for all datums if one has them."""
     sent = {name for datum in data for name in (*datum.loss_fn_inputs, *datum.sparse_inputs)}
     return [*loss.inputs, *(name for name in loss.optional_inputs if name not in loss.config or name in sent)]
 
@@ -236,7 +236,7 @@ def _check_custom_inputs(
 
 
 def check_sample(request: SampleRequest, *, vocab_size: int, max_context: int) -> None:
-    """Raise unless the request can be answered by a model of that vocabulary and context."""
+    """Raise unless a model of that vocabulary and context can answer the request."""
     length = request.prompt.size
     _check_tokens(request.prompt, "prompt", vocab_size, max_context)
     room = max_context - length
@@ -339,7 +339,7 @@ def _check_numbers(array: Array, field: str) -> NDArray[np.float32]:
 
 
 def _read(datum: Datum, where: str, name: str, num_rows: int | None, max_columns: int) -> Array | None:
-    """The input of that name in dense form; a sparse one has ``num_rows`` rows and at most ``max_columns`` columns."""
+    """Return the input of that name in dense form, with ``num_rows`` rows and at most ``max_columns`` columns."""
     if name not in datum.sparse_inputs:
         return datum.loss_fn_inputs.get(name)
     field = _field(where, name)

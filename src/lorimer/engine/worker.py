@@ -1,8 +1,8 @@
 """The engine process: takes commands, runs the next piece of training or sampling, replies. Nothing polls or sleeps.
 
-Training commands run in the order they came; samples join the running batch at once. When both wait, each gets the
+Training commands run in the order they came; samples join the running batch immediately. When both wait, each gets the
 time the other used: after every training pass the sampler runs about as long, so neither starves. A training batch
-that is under way when the worker is told to stop is given up; it has changed nothing yet.
+in progress when the worker must stop is dropped; it has changed nothing yet.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from lorimer.errors import LorimerError, is_disk_full
 
 
 class _Closing(BaseException):
-    """There is nobody left to train for; no error, so nothing on the way may take it for one."""
+    """The other end is gone. Not an ``Exception``, so that no handler on the way catches it."""
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
         }
 
     def run(self) -> None:
-        """Serve until told to stop or the other end is gone."""
+        """Serve until a stop command arrives or the other end is gone."""
         sampler = self._engine.sampler
         with contextlib.suppress(_Closing):
             while not self._is_closing:
@@ -85,7 +85,7 @@ class Worker:
                     self._sample()
 
     def _receive(self, wait: bool) -> None:
-        """Take what has arrived; with ``wait``, at least one message."""
+        """Receive the messages that have arrived; with ``wait``, at least one."""
         while wait or self._connection.has_message():
             wait = False
             data = self._connection.receive()
@@ -98,7 +98,7 @@ class Worker:
             self._take(command)
 
     def _with_payloads(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the payloads that follow it; those of a connection that has ended are missing."""
+        """Return the batch with the payloads that follow it; payloads after the end of the connection are missing."""
         received = [self._connection.receive() for _ in batch.payloads]
         return batch.with_payloads(bytes(payload or b"") for payload in received)
 
@@ -128,7 +128,7 @@ class Worker:
         results: Sequence[TrainResult | Exception]
         try:
             results = self._engine.train(batch.operations, self._between_passes)
-        except Exception as error:  # of nobody in particular; gradients are handed over only by a batch that succeeds
+        except Exception as error:  # not of one operation; a batch adds gradients only when it succeeds
             results = [error] * len(batch.operations)
         for operation, result in zip(batch.operations, results, strict=True):
             if isinstance(result, Exception):
@@ -137,14 +137,14 @@ class Worker:
                 self.send(Done(request_id=operation.request_id, result=result))
 
     def _between_passes(self) -> None:
-        """Called by the trainer after a pass."""
+        """Receive messages and run the sampler; the trainer calls this after a pass."""
         self._receive(wait=False)
         self._sample_as_long()
         if self._is_closing:
             raise _Closing
 
     def _sample_as_long(self) -> None:
-        """Give sampling the time that other work has had since it last had its own."""
+        """Run the sampler for as long as other work has run since its last turn."""
         self._sample_for(time.perf_counter() - self._work_began)
         self._work_began = time.perf_counter()
 
@@ -169,7 +169,7 @@ class Worker:
             self.send(_failure(request_id, error))
 
     def send(self, reply: Reply) -> None:
-        """Answer; with nobody left at the other end, stop."""
+        """Send a reply; stop if the other end is gone."""
         try:
             self._connection.send(encode(reply))
         except OSError:

@@ -1,4 +1,4 @@
-"""Which base models this machine has: aliases, and what lies in the hub cache. Nothing is fetched or loaded."""
+"""List the base models on this machine: aliases and the hub cache. Downloads and loads nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from lorimer.models.sources import ALIASES, WHEELS, alias_directory, check_direc
 @dataclass(frozen=True)
 class LocalModel:
     name: str
-    """What `lorimer serve --model` takes."""
+    """The name for `lorimer serve --model`."""
     kind: Literal["bundled", "debug", "alias", "hub cache"]
     directory: Path | None
-    """None if it would have to be fetched or made first."""
+    """None if it has to be downloaded or created first."""
     size_bytes: int
-    """On disk, or of the download."""
+    """Size on disk, or of the download."""
     trouble: str = ""
     """Why it cannot be served, if it cannot."""
 
 
 def local_models(cache: Path | None = None) -> list[LocalModel]:
-    """Aliases first, then the hub cache, by name."""
+    """Return aliases first, then the hub cache sorted by name."""
     cache = cache or default_cache_directory()
     return [*(_alias(name, cache) for name in ALIASES), *sorted(_in_hub_cache(), key=lambda model: model.name)]
 
@@ -51,7 +51,7 @@ def _in_hub_cache() -> Iterator[LocalModel]:
             continue
         directory, trouble = revisions[-1].snapshot_path, ""
         if not (directory / "config.json").is_file():
-            continue  # a tokenizer, a dataset's companion: nothing that was meant to be served
+            continue  # a tokenizer or the like, which cannot be served
         try:
             check_directory(directory)
         except ModelRefused as error:

@@ -2,7 +2,7 @@
 
 `tiny_config` gives the configuration, `tiny_model` a seeded model in memory, `make_debug_model` a directory with
 weights and a byte-level tokenizer that `AutoModelForCausalLM` and `AutoTokenizer` load offline. The sizes are chosen
-so that what is special about an architecture bites: windows of 6 tokens, low soft-caps, heads wider than the hidden
+so that the features of an architecture take effect: windows of 6 tokens, low soft-caps, heads wider than the hidden
 size divided by their number. Nothing here is pretrained; the small pretrained model is `lorimer/tiny`.
 """
 
@@ -47,7 +47,7 @@ SHARED: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""What every tiny language model has."""
+"""Settings that every tiny language model shares."""
 
 _ALTERNATING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -96,14 +96,14 @@ ARCHITECTURES = tuple(_PARTICULAR)
 
 
 def tiny_config(architecture: str, **overrides: Any) -> PreTrainedConfig:
-    """The two-layer configuration of one of `ARCHITECTURES`; `overrides` are fields of its configuration class."""
+    """Return the two-layer configuration of one of `ARCHITECTURES`; `overrides` are fields of its class."""
     if architecture not in _PARTICULAR:
         raise InvalidInput(f"no tiny configuration for architecture {architecture!r}; there is one for {ARCHITECTURES}")
     return AutoConfig.for_model(architecture, **(SHARED | _PARTICULAR[architecture] | overrides))
 
 
 def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A float32 model of `tiny_config` whose every parameter, biases and norms included, is drawn from `seed`.
+    """Return a float32 model of `tiny_config` with every parameter, also biases and norms, drawn from `seed`.
 
     The weights do not depend on the global random state and leave it as it was.
     """
@@ -115,7 +115,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrai
 
 
 def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """The model itself, every parameter drawn anew, ready to be used."""
+    """Draw every parameter again, in place, and return the model in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -123,7 +123,7 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
             if parameter.dim() > 1:
                 parameter.copy_(0.2 * noise)
             else:
-                # Norms keep their neutral value as centre and biases their zero, but neither stays there:
+                # Norms are centred on their neutral value and biases on zero, but no parameter stays there:
                 # a term that is forgotten somewhere must change the result.
                 parameter.add_(0.1 * noise)
     model.eval()

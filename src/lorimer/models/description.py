@@ -1,4 +1,4 @@
-"""What can be said of a base model without its weights: its size, what LoRA trains in it, and what that takes."""
+"""Describe a base model without loading its weights: its size, what LoRA trains in it, and the memory for that."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from lorimer.models.export.merging import empty_model, is_tied, stored_tensors
 
 RANKS = (1, 8, 16, 32, 64, 128)
 _STATES_PER_WEIGHT = 4
-"""Of a run: the weight, its gradient and the two moments of Adam, float32 each."""
+"""Numbers that a run keeps per parameter: weight, gradient and the two moments of Adam, float32 each."""
 _LAYOUTS = 2
 """On a CPU the engine keeps each matrix a second time, in the layout that it multiplies fastest."""
 
@@ -28,16 +28,16 @@ class ModelDescription:
     hidden_size: int
     vocab_size: int
     max_context: int
-    """Tokens; of the engine, which may be less than the model claims."""
+    """In tokens; the engine's limit, which may be less than the model claims."""
     is_tied: bool
     """Whether the output head is the embedding."""
     stored_dtypes: list[str]
-    """Of the weights on disk; empty if they are not here."""
+    """Dtypes of the weights on disk; empty if these are not here."""
     has_chat_template: bool
     lora_targets: dict[str, list[str]]
     """By group: the projections that get a pair, and how many of each."""
     lora_parameters: dict[int, int]
-    """Numbers that a run trains, by rank."""
+    """Parameters that a run trains, by rank."""
     weights_bytes: dict[str, int]
     """Memory of the base on a CPU, by dtype."""
     run_bytes: dict[int, int]
@@ -45,7 +45,7 @@ class ModelDescription:
     cache_bytes_per_token: int
     """Of keys and values in sampling, in float32."""
     trouble: str
-    """Why the engine refuses it, as far as that shows without weights."""
+    """Why the engine refuses the model, as far as the configuration shows."""
 
 
 def describe_model(directory: Path) -> ModelDescription:

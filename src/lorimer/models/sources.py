@@ -1,9 +1,9 @@
 """Where base models come from: `resolve` turns what a user writes into a directory with config, weights and tokenizer.
 
 A reference is looked up, in this order, as a local directory, a `.gguf` file, an alias, a hub id in the local hub
-cache, and a hub id on the hub. Only safetensors are accepted and no code that comes with a model is ever run. Whatever
-is made or converted on the way is kept in Lorimer's own cache. Loading the directory is `engine/model/base.py`'s work;
-torch is imported only when something has to be made or converted.
+cache, and a hub id on the hub. Only safetensors are accepted and no code that comes with a model is ever run. Created
+and converted models are kept in Lorimer's own cache. `engine/model/base.py` loads the directory; torch is imported here
+only when a model has to be created or converted.
 """
 
 import difflib
@@ -51,7 +51,7 @@ WHEELS = {
 }
 ALIASES = ("lorimer/tiny", "lorimer/debug", *WHEELS)
 
-# Raised whenever a conversion writes other files, so that what an older Lorimer cached is made anew.
+# Increase it whenever a conversion writes other files, which invalidates the caches of older versions.
 _CACHE_FORMAT = 1
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -68,7 +68,7 @@ def resolve(
     progress: Progress | None = None,
     needs_weights: bool = True,
 ) -> ModelSource:
-    """The model that `reference` names, fetched and converted if need be.
+    """Find the model that `reference` names; download and convert it if necessary.
 
     `cache_directory` is where conversions are kept (default: `default_cache_directory()`). Without `needs_weights` only
     the settings of a model on the hub are fetched. Raises `InvalidInput` for a reference that cannot be a model,
@@ -92,8 +92,7 @@ def resolve(
 
 
 def check_available(reference: str, *, progress: Progress | None = None) -> None:
-    """Raise what `resolve` would raise for a model that is not there or not acceptable, as far as that can be known
-    before weights are fetched or converted."""
+    """Raise what `resolve` would raise for a missing or refused model, without fetching or converting weights."""
     _check_reference(reference)
     report = progress or (lambda text, fraction: None)
     looked_at: list[str] = []
@@ -123,7 +122,7 @@ def _not_found(reference: str, looked_at: list[str]) -> ModelNotFound:
 
 
 def default_cache_directory() -> Path:
-    """`$LORIMER_CACHE`, or the folder `lorimer` in the place where this platform keeps caches."""
+    """Return `$LORIMER_CACHE`, or the folder `lorimer` in this platform's cache directory."""
     if configured := os.environ.get("LORIMER_CACHE"):
         return Path(configured).expanduser()
     if sys.platform == "darwin":
@@ -185,14 +184,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_path(reference: str) -> bool:
-    """Whether the reference can only mean a place on this machine's disk."""
+    """Return whether the reference can only be a path on this machine."""
     separators = "/\\" if os.sep == "\\" else "/"
     starts_here = re.match(rf"(~|\.{{1,2}})([{re.escape(separators)}]|$)", reference)
     return bool(starts_here) or Path(reference).is_absolute() or reference.lower().endswith(".gguf")
 
 
 def _on_disk(reference: str, cache: Path, report: Progress, looked_at: list[str]) -> ModelSource | None:
-    # os.path answers False where Path would raise, for a name too long to be one.
+    # os.path returns False where Path would raise, for a name that is too long.
     path = Path(os.path.expanduser(reference))
     if os.path.isdir(path):
         if (path / "config.json").is_file():
@@ -223,7 +222,7 @@ def _converted(path: Path, cache: Path, report: Progress) -> Path:
 
 
 def alias_directory(alias: str, cache: Path) -> Path:
-    """Where the model of an alias is once it was fetched or made."""
+    """Return where the model of an alias is after it was downloaded or created."""
     if alias == "lorimer/tiny":
         return Path(str(importlib.resources.files("lorimer.models") / "tiny"))
     name = f"{alias}-{WHEELS[alias].sha256[:16]}" if alias in WHEELS else "debug"
@@ -233,7 +232,7 @@ def alias_directory(alias: str, cache: Path) -> Path:
 def _alias(reference: str, cache: Path, report: Progress, looked_at: list[str]) -> ModelSource | None:
     if reference == "lorimer/tiny":
         directory = alias_directory(reference, cache)
-        # Never looked for on the hub, where the name may belong to anybody.
+        # Never look for it on the hub, where anybody may own the name.
         if not (directory / "config.json").is_file():
             raise ModelNotFound(f"{reference!r} comes with Lorimer, but this installation lacks {str(directory)!r}")
         check_directory(directory)
@@ -259,9 +258,9 @@ def _debug_model(cache: Path, report: Progress) -> Path:
 
 
 def made_once(cache: Path, name: str, make: Callable[[Path], None], report: Progress) -> Path:
-    """The directory `name` in the cache, made by `make` if it is not there yet.
+    """Return the directory `name` in the cache; call `make` to create it if it is not there yet.
 
-    It appears whole or not at all: it is made beside its place under a lock, written through to disk, and renamed.
+    Creation is atomic: under a lock, `make` writes a temporary directory, which is synced to disk and renamed.
     """
     final = cache / "models" / name
     if final.is_dir():
@@ -324,7 +323,7 @@ def _on_hub(reference: str, report: Progress, looked_at: list[str], needs_weight
 
 
 def _asked_hub(reference: str, looked_at: list[str], ask: Callable[[], T]) -> T | None:
-    """What ``ask`` gets from the hub; none, and why in ``looked_at``, if the hub has no such model."""
+    """Return what ``ask`` gets from the hub; if the hub has no such model, None, with the reason in ``looked_at``."""
     from huggingface_hub import constants, is_offline_mode
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -346,17 +345,17 @@ def _asked_hub(reference: str, looked_at: list[str], ask: Callable[[], T]) -> T 
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client may raise: it is built on httpx up to its version 1 and on httpx2 from 2 on."""
+    """Return the errors of the hub's client, which uses httpx up to version 1 and httpx2 from version 2 on."""
     clients = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
     return OSError, *(importlib.import_module(name).HTTPError for name in clients)
 
 
 def _check_on_hub(reference: str, report: Progress) -> bool:
-    """True; raises for a model that the hub does not have, or that is refused without a look at its weights."""
+    """Raise for a model that the hub lacks, or that is refused without reading its weights; else return true."""
     from huggingface_hub import HfApi, hf_hub_download
 
     report(f"asking the hub for {reference}", None)
-    # The first question is asked once: a hub that cannot be reached is known in seconds, and not after five retries.
+    # Ask once without retries, to notice within seconds that the hub cannot be reached.
     HfApi().model_info(reference, revision="main", timeout=_HUB_SECONDS)
     files = HfApi().list_repo_files(reference)
     if "config.json" not in files:
@@ -369,7 +368,7 @@ def _check_on_hub(reference: str, report: Progress) -> bool:
 
 
 def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
-    """The snapshot of a hub model; what will be refused is refused before its weights are downloaded."""
+    """Download the snapshot of a hub model; refuse an unacceptable one before downloading its weights."""
     from huggingface_hub import snapshot_download
 
     _check_on_hub(reference, report)
@@ -387,7 +386,7 @@ def _fetched(reference: str, report: Progress, needs_weights: bool) -> Path:
 
 
 def _progress_bar(text: str, report: Progress) -> type[Any]:
-    """A tqdm class that draws nothing and reports the fraction of the bytes that have arrived."""
+    """Return a tqdm class that draws nothing and reports the fraction of the bytes that have arrived."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]

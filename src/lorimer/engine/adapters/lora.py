@@ -2,7 +2,7 @@
 
 The targets are those Tinker trains: attention and MLP projections of every decoder layer and the output head; no
 embedding, no router, no norm. Parts of a fused projection are targets of their own, and the experts of a layer
-share the factor that touches the hidden size. How pairs are applied, trained and stored is left to others.
+share the factor that touches the hidden size. Applying, training and storing pairs is done elsewhere.
 
 Shape letters: R rank, I input features, O output features, E experts.
 """
@@ -59,7 +59,7 @@ class LoraTarget:
 
 
 def shapes(target: LoraTarget, rank: int) -> tuple[Shape, Shape]:
-    """Shapes of A and B: ``(R, I)`` and ``(O, R)``, with E in front of a factor that each expert has for itself."""
+    """Return the shapes of A and B: ``(R, I)`` and ``(O, R)``, with E in front of a factor of each expert's own."""
     experts: Shape = (target.num_experts,) if target.num_experts else ()
     a_lead = () if target.shared == "A" else experts
     b_lead = () if target.shared == "B" else experts
@@ -71,7 +71,7 @@ def is_trained(target: LoraTarget, config: LoraConfig) -> bool:
 
 
 def init_adapter(targets: Iterable[LoraTarget], config: LoraConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Fresh float32 pairs by target name: A uniform in ±1/sqrt(I) from the seed and the target's name, B zero.
+    """Create float32 pairs by target name: A uniform in ±1/sqrt(I) from the seed and the target's name, B zero.
 
     A target's A does not depend on which other targets are trained.
     """
@@ -95,7 +95,7 @@ def init_adapter(targets: Iterable[LoraTarget], config: LoraConfig) -> dict[str,
 
 
 def find_targets(model: nn.Module) -> list[LoraTarget]:
-    """All targets of a transformers causal language model, in the order of its modules, the output head last.
+    """Find all targets of a transformers causal language model, in the order of its modules, the output head last.
 
     Refuses a model with no target in one of the groups: training that group would silently do nothing.
     """
@@ -120,7 +120,7 @@ def find_targets(model: nn.Module) -> list[LoraTarget]:
 
 
 def group_of(path: str) -> Group | None:
-    """The group of a module by the first telling word of its path inside a decoder layer; ``None`` if there is none."""
+    """Return a module's group by the first known word of its path inside a decoder layer; ``None`` without one."""
     parts = path.split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     for part in parts[layer + 1 :]:
@@ -154,7 +154,7 @@ def _is_router(name: str, linear: nn.Linear, model: nn.Module) -> bool:
 
 
 def _parts(name: str, linear: nn.Linear, model: nn.Module) -> list[tuple[str, int]]:
-    """Suffix and row count of each part of a linear weight; one part with no suffix unless it is a known fusion."""
+    """Return suffix and row count of each part of a linear weight; one part without suffix unless it is fused."""
     rows, last = linear.out_features, name.rsplit(".", 1)[-1]
     if last == "gate_up_proj" and rows % 2 == 0:
         return [(":gate", rows // 2), (":up", rows // 2)]
@@ -168,7 +168,7 @@ def _parts(name: str, linear: nn.Linear, model: nn.Module) -> list[tuple[str, in
 
 
 def _expert_targets(name: str, experts: nn.Module, model: nn.Module) -> Iterator[LoraTarget]:
-    """Targets of experts stored as stacked weights and run through transformers' experts interface."""
+    """Find targets of experts that are stored as stacked weights and run through transformers' experts interface."""
     has_gate = getattr(experts, "has_gate", None)
     up = getattr(experts, "gate_up_proj" if has_gate else "up_proj", None)
     down = getattr(experts, "down_proj", None)

@@ -26,11 +26,11 @@ from lorimer.errors import CheckpointError
 
 _PREFIX = "base_model.model."
 _PATTERN = re.compile(r"[\w\\.^$-]*(\*[\w\\.^$-]*){0,2}")
-"""What ``rank_pattern`` may hold here: a wilder expression from a stranger could run for years."""
+"""Accepted keys of ``rank_pattern``: an arbitrary expression from a stranger could take exponential time."""
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base model's weights alone."""
+"""Values of ``init_lora_weights`` that do not change the base model's weights."""
 
 _HARMLESS = frozenset(
     """
@@ -82,7 +82,7 @@ def _weights(targets: Iterable[LoraTarget], config: LoraConfig) -> list[_Weight]
 def to_peft(
     pairs: Mapping[str, tuple[Tensor, Tensor]], targets: Iterable[LoraTarget], config: LoraConfig, base_model: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of ``adapter_model.safetensors`` and content of ``adapter_config.json``."""
+    """Return the tensors of ``adapter_model.safetensors`` and the content of ``adapter_config.json``."""
     targets = list(targets)
     weights = _weights(targets, config)
     tensors = {}
@@ -128,9 +128,9 @@ def _fuse(weight: _Weight, pairs: Mapping[str, tuple[Tensor, Tensor]], rank: int
 
 
 def _target_names(weights: list[_Weight], targets: list[LoraTarget], config: LoraConfig) -> tuple[list[str], list[str]]:
-    """``target_modules`` and ``target_parameters``: last words of paths, or whole paths where those mean more."""
+    """Return ``target_modules`` and ``target_parameters``: last words of paths, or whole paths if ambiguous."""
     untrained = {_last(target.module) for target in targets if not is_trained(target, config)}
-    # Beside a language model stands a vision tower, whose layers end in the same words.
+    # A vision tower has layers whose paths end in the same words.
     is_part = any("language_model" in target.module.split(".") for target in targets)
     has_experts = any(weight.num_experts for weight in weights)
     modules, parameters = set(), set()
@@ -146,7 +146,7 @@ def _target_names(weights: list[_Weight], targets: list[LoraTarget], config: Lor
 
 
 def _factors(weights: list[_Weight]) -> dict[str, int]:
-    """For each fused weight how many parts it has, by a pattern PEFT finds it with."""
+    """Return the number of parts of each fused weight, by a pattern with which PEFT finds it."""
     counts: dict[str, set[int]] = defaultdict(set)
     for weight in weights:
         counts[_last(weight.path)].add(len(weight.parts))
@@ -162,7 +162,7 @@ def _last(path: str, words: int = 1) -> str:
 
 
 def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraConfig:
-    """Rank and trained groups of a PEFT adapter, from the names of its tensors and its configuration."""
+    """Read rank and trained groups of a PEFT adapter from the names of its tensors and its configuration."""
     _check_settings(settings)
     groups = {group_of(path) or "unembed" for path in _paths(names)}
     return LoraConfig(
@@ -176,7 +176,7 @@ def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraC
 def from_peft(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any], targets: Iterable[LoraTarget], config: LoraConfig
 ) -> Pairs:
-    """Float32 pairs for the trained targets; refuses what cannot be expressed exactly as such pairs."""
+    """Convert to float32 pairs of the trained targets; refuse what cannot be expressed exactly as such pairs."""
     _check_settings(settings)
     if settings["r"] != config.rank:
         raise CheckpointError(f"the saved adapter has rank {settings['r']}, the run has rank {config.rank}")
@@ -238,7 +238,7 @@ def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _check_shapes(weight: _Weight, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors as ``(R, I)`` and ``(O, R)``, or with E in front."""
+    """Reshape the factors to ``(R, I)`` and ``(O, R)``, with E in front for experts."""
     experts, rows = weight.num_experts or 1, weight.out_features
     width = a.shape[0]
     if a.shape != (width, weight.parts[0].in_features) or b.shape != (rows, width) or width % experts:
@@ -260,7 +260,7 @@ def _relative_scale(weight: _Weight, rank: int, settings: Mapping[str, Any], con
 
 
 def _lookup(settings: Mapping[str, Any], field: str, path: str) -> float:
-    """Rank or alpha of one weight; a pattern goes before the general value, and the first that matches wins."""
+    """Return rank or alpha of one weight: of the first pattern that matches, else the general value."""
     table = "rank_pattern" if field == "r" else "alpha_pattern"
     value = settings[field]
     for pattern, own in (settings.get(table) or {}).items():

@@ -5,7 +5,7 @@ Legend: T tokens of the pass, H query heads, K key/value heads, G = H / K, N seq
 ``packed_attention`` is what transformers calls instead of its own kernels. In training it goes block by block of
 query rows over each sequence (several short ones together) and recomputes the probabilities in the backward pass,
 so nothing of size L x L is kept. In sampling it hands over to the key/value cache. Sliding windows, soft-caps and
-attention sinks are honoured; anything else a model passes is refused when it is loaded (``model.py``).
+attention sinks are honoured; anything else a model passes is refused when it is loaded (``base.py``).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Sequences of like length, computed together as rows of ``length`` positions.
+    """Sequences of similar length, computed together as rows of ``length`` positions.
 
     ``index`` is ``None`` for a single sequence, which is then the slice from ``start``; else it maps ``(N, length)``
     to token positions, padded at the right with the sequence's last position. Causality keeps real queries from
@@ -37,7 +37,7 @@ class AttentionGroup:
 def group_sequences(
     lengths: list[int], starts: list[int], device: torch.device | None = None, max_waste: float = 0.2
 ) -> list[AttentionGroup]:
-    """Put short sequences of like length into common groups; a small model spends its time on calls, not on sums."""
+    """Group short sequences of similar length: a small model spends more time on kernel calls than on arithmetic."""
     groups: list[AttentionGroup] = []
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], starts[i])):
@@ -70,14 +70,14 @@ def _make_group(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer's attention looks like besides its heads."""
+    """Options of a layer's attention besides its heads."""
 
     scale: float
     window: int | None = None
-    """A query sees this many keys back, itself included."""
+    """Size of the sliding window: a query sees this many keys, itself included."""
     softcap: float | None = None
     sinks: Tensor | None = None
-    """``(H,)``: a logit that takes probability from the keys and gives no value."""
+    """Attention sinks ``(H,)``: a logit that takes probability from the keys and adds no value."""
 
 
 def packed_attention(
@@ -93,7 +93,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers with ``(1, heads, T, D)`` tensors; answers ``(1, T, H, D)``."""
+    """Compute attention for transformers, which passes ``(1, heads, T, D)`` tensors; return ``(1, T, H, D)``."""
     current = module.lorimer_slot.current
     shape = Shape(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -138,7 +138,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _take(group: AttentionGroup, x_HTD: Tensor, zero_padding: bool = False) -> Tensor:
-    """Tokens of the group as ``(N, heads, length, D)``."""
+    """Gather the tokens of the group as ``(N, heads, length, D)``."""
     if group.index is None:
         return x_HTD[:, group.start : group.start + group.length].unsqueeze(0)
     assert group.valid is not None
@@ -149,7 +149,7 @@ def _take(group: AttentionGroup, x_HTD: Tensor, zero_padding: bool = False) -> T
 
 
 def _gather(group: AttentionGroup, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``(B, G, length, D)``, keys and values ``(B, length, D)``."""
+    """Return queries ``(B, G, length, D)``, keys and values ``(B, length, D)``."""
     q, k, v = (_take(group, x) for x in (q_HTD, k_KTD, v_KTD))
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     return q.reshape(len(k), -1, group.length, q.shape[-1]), k, v
@@ -166,7 +166,7 @@ def _scatter(group: AttentionGroup, out_THD: Tensor, x: Tensor) -> None:
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, first_position: int, shape: Shape) -> Tensor:
-    """Attention of queries ``(B, G, R, D)`` at positions from ``first_position`` over keys ``(B, L, D)`` from 0."""
+    """Attend from queries ``(B, G, R, D)`` at positions from ``first_position`` to keys ``(B, L, D)`` from 0."""
     batch, group, num_rows, _ = q.shape
     out = q.new_empty(batch, group, num_rows, v.shape[2])
     for block in _blocks(num_rows, first_position, shape):
@@ -201,7 +201,7 @@ class _Block:
 
 
 def _blocks(num_rows: int, first_position: int, shape: Shape) -> list[_Block]:
-    """Query rows a block at a time, with the keys that at least one of them sees."""
+    """Yield blocks of query rows, each with the range of keys that at least one of its rows sees."""
     blocks = []
     for first in range(0, num_rows, QUERY_BLOCK):
         last = min(num_rows, first + QUERY_BLOCK)
@@ -211,7 +211,7 @@ def _blocks(num_rows: int, first_position: int, shape: Shape) -> list[_Block]:
 
 
 def _probabilities(q: Tensor, k: Tensor, block: _Block, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 probabilities ``(B, G, rows, keys)``, scaled queries ``(B, G * rows, D)`` and soft-capped logits."""
+    """Return float32 probabilities ``(B, G, rows, keys)``, scaled queries ``(B, G * rows, D)`` and capped logits."""
     batch, group = q.shape[:2]
     scaled_q = (q[:, :, block.rows] * shape.scale).flatten(1, 2)
     scores = torch.bmm(scaled_q, k[:, block.keys].transpose(1, 2)).float()
@@ -226,20 +226,20 @@ def _probabilities(q: Tensor, k: Tensor, block: _Block, shape: Shape) -> tuple[T
 
 
 def mask_scores(scores: Tensor, first_position: int, first_key: int, window: int | None) -> None:
-    """Hide what lies after a query or further back than the window, in place."""
+    """Mask keys after a query or further back than the window, in place."""
     num_rows, num_keys = scores.shape[-2:]
     position = torch.arange(first_position, first_position + num_rows, device=scores.device)[:, None]
     key = torch.arange(first_key, first_key + num_keys, device=scores.device)[None]
     if window is not None and first_position + num_rows - 1 - first_key >= window:
         scores.masked_fill_((key > position) | (position - key >= window), float("-inf"))
     elif num_rows > 1 or first_key + num_keys > first_position + 1:
-        # Only the square on the diagonal holds anything to hide.
+        # Only the square on the diagonal has keys to mask.
         square = scores[..., num_keys - num_rows :]
         square.masked_fill_(key[:, num_keys - num_rows :] > position, float("-inf"))
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys of ``(B, G, rows, keys)``; a sink joins as one more key and is dropped again."""
+    """Compute the softmax over keys of ``(B, G, rows, keys)``; a sink is added as one more key, then dropped."""
     if sinks is None:
         return torch.softmax(scores, -1)
     batch, group, num_rows, _ = scores.shape

@@ -2,8 +2,8 @@
 
 transformers provides the architecture and the weights. Here its attention and experts functions are replaced by
 ours through its own interfaces, its linear layers by frozen ones that carry adapters, and the result is compared
-with the untouched model on two short sequences: a model that does not come out the same is refused, with the
-reason. Losses, sampling and the choice of batches are left to others.
+with the unmodified model on two short sequences: a model whose logits differ is refused, with the reason. Losses are
+in ``training/``, token choice is in ``sampling/``.
 """
 
 import json
@@ -40,7 +40,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to its logits after the head: a factor, then a soft cap."""
+    """The transformation of logits after the head: a factor, then a soft cap."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -62,7 +62,7 @@ class LogitMap:
 
 
 class BaseModel:
-    """The shared base; adapters come with each pass."""
+    """The frozen base model that all runs share; each pass brings its adapters."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class BaseModel:
         directory: str = "",
         vision: Vision | str = TEXT_ONLY,
     ) -> None:
-        """``vision`` reads images, or is the reason why nothing does."""
+        """``vision`` reads images; a string is the reason why this model cannot."""
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
         self.config = model.config.get_text_config()
@@ -95,7 +95,7 @@ class BaseModel:
                 if seen is not None:
                     self._check_images(*seen)
             except (AttributeError, RuntimeError, TypeError) as error:
-                # Models that compute their attention themselves stumble over the mask they are not given.
+                # Models with an attention of their own fail here, because they do not get the mask they expect.
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
             self._probe_steps(probe[0].to(device.handle))
 
@@ -107,7 +107,7 @@ class BaseModel:
         by_module: dict[str, list[LoraTarget]] = {}
         for target in self.targets[:-1]:
             by_module.setdefault(target.module, []).append(target)
-        # Of a model that reads images, what lies beside the language model stays as it is.
+        # In a vision-language model, only the language model is modified.
         part = model if isinstance(self._vision, str) else model.get_decoder()
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and module is not head and name in by_module:
@@ -120,7 +120,7 @@ class BaseModel:
             elif name in by_module:
                 module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
                 module.lorimer_anchor = torch.empty(0, device=self.device.handle, requires_grad=True)
-            # Attention and experts functions get their module; this is how they find the pass.
+            # transformers passes the module to attention and experts functions; they find the current pass through it.
             module.lorimer_slot = self.slot
         join_siblings(part, packed_rows)
         _number_attention_layers(part)
@@ -132,13 +132,13 @@ class BaseModel:
             layer.forward = step
             self.steps.append(step)
         if part is not model:
-            _use_implementation(model, "sdpa")  # a tower's eager attention takes the square of its patches
+            _use_implementation(model, "sdpa")  # a vision tower's eager attention needs memory quadratic in its patches
         _use_implementation(part, IMPLEMENTATION)
         self.decoder = model.get_decoder()
 
     @property
     def position_bytes(self) -> int:
-        """Keys and values of one position in all layers."""
+        """Size of the keys and values of one position in all layers."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -158,7 +158,7 @@ class BaseModel:
     def hidden(
         self, tokens_T: Tensor, positions_T: Tensor, current: Pass, placements: Sequence[Placement] = ()
     ) -> Tensor:
-        """Final hidden states ``(T, H)``, ready for the head; positions are counted within each sequence."""
+        """Return the final hidden states ``(T, H)``, ready for the head; positions are counted within each sequence."""
         if placements:
             inputs = self.vision.overlay(tokens_T, positions_T, placements)
         else:
@@ -171,7 +171,7 @@ class BaseModel:
         return output.last_hidden_state[0]
 
     def _check(self, probe: list[Tensor], reference: Tensor) -> None:
-        """Compare a packed and a cached pass with the model's own, and learn what it does to its logits."""
+        """Compare a packed and a cached pass with the model's own, and find its logit map."""
         lengths, on = [len(p) for p in probe], self.device.handle
         groups = group_sequences(lengths, [0, lengths[0]], on, max_waste=0)
         positions = torch.cat([torch.arange(n) for n in lengths])
@@ -192,7 +192,7 @@ class BaseModel:
             )
 
     def _check_images(self, images: SequenceImages, reference: Tensor) -> None:
-        """Compare a sequence with an image with what the model's own forward made of it."""
+        """Compare a sequence that has an image with the result of the model's own forward."""
         tokens = torch.from_numpy(images.tokens).to(self.device.handle)
         groups = group_sequences([len(tokens)], [0])
         positions = torch.arange(len(tokens), device=tokens.device)
@@ -206,19 +206,19 @@ class BaseModel:
             )
 
     def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
-        """Hidden state of the last token, the others coming from a key/value cache."""
+        """Return the hidden state of the last token, computed with the others in a key/value cache."""
         positions = torch.tensor([len(tokens) - 1], device=tokens.device)
         return self._decode(tokens[:-1], tokens[-1:], positions)
 
     def _probe_steps(self, tokens: Tensor) -> None:
-        """Find the layers whose decoding can be shortened: on rows at the next and at far positions."""
+        """Find the layers that ``LayerStep`` can compute, by rows at the next position and at distant ones."""
         for step in self.steps:
             step.probe()
         positions = [len(tokens) - 3, self.max_context // 2, self.max_context - 1]
         self._decode(tokens[:-3], tokens[-3:], torch.tensor(positions, device=tokens.device))
 
     def _decode(self, prompt: Tensor, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Hidden states of tokens that each follow the prompt, whose keys and values come from the cache."""
+        """Return the hidden states of tokens that each follow the cached prompt."""
         cache, slab = PromptCache(len(prompt)), Slab(1 << 20)
         prefill = PrefillAttention([PrefillSpan(0, len(prompt), cache)])
         self.hidden(prompt, torch.arange(len(prompt), device=prompt.device), Pass([], cache=prefill))
@@ -232,14 +232,14 @@ class BaseModel:
 
 
 def register_implementations() -> None:
-    """Make our attention and experts functions known to transformers; only models opened here use them."""
+    """Register our attention and experts functions with transformers; only models opened here use them."""
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
 
 
 def load_model(directory: Path, device: Device, name: str, max_image_pixels: int = 2**24) -> BaseModel:
-    """Open a Hugging Face directory; nothing is fetched and no code in it is run."""
+    """Load a Hugging Face directory without downloading anything or running code in it."""
     register_implementations()
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -251,7 +251,7 @@ def load_model(directory: Path, device: Device, name: str, max_image_pixels: int
 
 
 def load_tokenizer(directory: Path | str) -> Any:
-    """The model's tokenizer, or ``None`` where the directory has none."""
+    """Load the model's tokenizer; return ``None`` if the directory has none."""
     directory = Path(directory)
     if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
         return None
@@ -259,7 +259,7 @@ def load_tokenizer(directory: Path | str) -> Any:
 
 
 def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a sequence: of the generation configuration, the model's and the tokenizer's."""
+    """Collect the end-of-sequence tokens of the generation config, the model config and the tokenizer."""
     ids: set[int] = set()
     generation = directory / "generation_config.json"
     found = [json.loads(generation.read_text()).get("eos_token_id")] if generation.exists() else []
@@ -270,7 +270,7 @@ def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Packed attention knows the sequences; transformers need not build a mask."""
+    """Return no mask: packed attention knows the sequences itself."""
 
 
 def _use_implementation(model: nn.Module, name: str) -> None:
@@ -281,7 +281,7 @@ def _use_implementation(model: nn.Module, name: str) -> None:
 
 
 def _reference_logits(model: PreTrainedModel, probe: list[Tensor], device: torch.device) -> Tensor:
-    """Logits of each sequence alone, by the model's own eager attention."""
+    """Compute the logits of each sequence alone, with the model's own eager attention."""
     _use_implementation(model, "eager")
     outputs = [model(input_ids=p[None].to(device), use_cache=False).logits[0].float() for p in probe]
     return torch.cat(outputs)
@@ -297,7 +297,7 @@ def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
 
 
 def longest_context(config: Any) -> int:
-    """The longest sequence whose positions do not depend on what else is in the batch.
+    """Return the longest sequence whose positions do not depend on the rest of the batch.
 
     Long and dynamic rotary scalings switch tables with the longest position of a pass, so those models are served
     up to the length they were first trained at.
@@ -322,7 +322,7 @@ def refuse_unpackable(config: Any) -> None:
 
 
 def _number_attention_layers(model: nn.Module) -> None:
-    """Give every attention module its place in the key/value cache."""
+    """Number the attention modules by their layer of the key/value cache."""
     number = 0
     for module in model.modules():
         if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
@@ -331,13 +331,13 @@ def _number_attention_layers(model: nn.Module) -> None:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The members of the longest module list of the decoder."""
+    """Return the decoder layers: the members of its longest module list."""
     lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return max((list(layers) for layers in lists), key=len, default=[])
 
 
 def _checkpointable(forward: Callable[..., Any], slot: PassSlot) -> Callable[..., Any]:
-    """The layer's forward, recomputed in the backward pass where the pass asks for it."""
+    """Wrap the layer's forward so that a checkpointed pass recomputes it in the backward pass."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         current = slot.current

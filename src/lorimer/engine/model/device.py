@@ -1,7 +1,7 @@
-"""The one place that knows about devices: which to use, in which dtype, how much memory it has.
+"""Devices: which one to use, in which dtype, and how much memory it has.
 
-Everything else asks a ``Device`` and stays free of ``if cuda``. CPU is measured; CUDA and MPS follow the same
-seam and take their numbers from torch.
+Other modules ask a ``Device`` and contain no ``if cuda``. CPU numbers are measured here; those of CUDA and MPS come
+from torch.
 """
 
 import os
@@ -22,14 +22,14 @@ class Device:
     handle: torch.device
     dtype: torch.dtype
     memory_bytes: int
-    """What may be used besides the base weights."""
+    """Memory available besides the base weights."""
 
     @property
     def type(self) -> str:
         return self.handle.type
 
     def with_float64(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where float64 exists: as it is, or a copy on the CPU for Apple's GPUs, which have none."""
+        """Return ``tensor`` on a device that has float64: a copy on the CPU for MPS, which has none."""
         return tensor.cpu() if self.type == "mps" else tensor
 
 
@@ -52,7 +52,7 @@ def _choose(name: str) -> torch.device:
 
 
 def _num_cores() -> int:
-    # Not every system can say which cores a process may use.
+    # Not every system can list the cores that a process may use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -73,7 +73,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def _cgroup_room() -> int:
-    """Memory left under a container's limit; a very large number where there is none."""
+    """Return the memory left under the container's limit, or a very large number if there is no limit."""
     for limit, usage in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -88,7 +88,7 @@ def _cgroup_room() -> int:
 
 
 def choose_dtype(device: torch.device, seconds: float = 1.0) -> torch.dtype:
-    """Float32 or bfloat16, whichever multiplies matrices of a training step and of a decoding step faster here.
+    """Choose float32 or bfloat16 by the speed of matrix products of a training step and of a decoding step.
 
     Many CPUs have no bfloat16 units and emulate them many times slower; accelerators always gain.
     """
@@ -103,12 +103,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def gemm_rates(seconds: float = 1.0) -> dict[torch.dtype, float]:
-    """Matrix products a second on the CPU in each dtype, of the slower of two shapes."""
+    """Measure matrix products per second on the CPU in each dtype, for the slower of two shapes."""
     return {dtype: min(_gemm_rate(dtype, rows, seconds / 4) for rows in (16, 512)) for dtype in _DTYPES}
 
 
 def _gemm_rate(dtype: torch.dtype, rows: int, seconds: float) -> float:
-    """Multiplications a second of (rows, 512) by (512, 1536), the best seen within the time."""
+    """Return the best rate of products (rows, 512) by (512, 1536) seen within ``seconds``."""
     x, w = torch.ones(rows, 512, dtype=dtype), torch.ones(1536, 512, dtype=dtype)
     F.linear(x, w)
     best, stop = float("inf"), time.perf_counter() + seconds

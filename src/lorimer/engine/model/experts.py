@@ -28,7 +28,7 @@ class _Run:
 
 
 def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls as the ``forward`` of an experts module."""
+    """Compute the ``forward`` of an experts module for transformers."""
     current = module.lorimer_slot.current
     top_k = top_k_index.shape[-1]
     order_S, runs = _sort(top_k_index, current.slices)
@@ -49,7 +49,7 @@ def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list[_Run]]:
-    """The order of token copies by (expert, adapter), and the runs of equal ones in it."""
+    """Sort token copies by (expert, adapter); return the order and its runs of equal keys."""
     owner = torch.full(top_k_index.shape[:1], len(slices), device=top_k_index.device)
     for i, part in enumerate(slices):
         owner[part.start : part.stop] = i
@@ -66,14 +66,14 @@ def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list
 
 def _linear(x: Tensor, module: Any, name: str, parts: tuple[str, ...], runs: list[_Run]) -> Tensor:
     weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
-    # (E, out, in) whatever way the model keeps it.
+    # (E, out, in), however the model stores it.
     weight = weight.detach().transpose(1, 2) if module.is_transposed else weight.detach()
     targets = [module.lorimer_targets[part] for part in parts]
     return _ExpertLinear.apply(x, module.lorimer_anchor, weight, bias, targets, runs)
 
 
 def _factor(tensor: Tensor, expert: int) -> Tensor:
-    """An expert's own factor, or the shared one."""
+    """Return the expert's own factor, or the one that all experts share."""
     return tensor[expert] if tensor.dim() == 3 else tensor
 
 
@@ -125,7 +125,7 @@ class _ExpertLinear(torch.autograd.Function):
 
 
 def balance_metrics(counts: list[Tensor]) -> dict[str, float]:
-    """How evenly a pass used the experts of its layers, under the names Tinker documents.
+    """Return how evenly a pass used the experts of its layers, under the names Tinker documents.
 
     With u a layer's tokens per expert over their mean: the share of experts with tokens, the share above the mean,
     the largest u - 1 (mean and maximum over layers) and the smallest u - 1.

@@ -19,7 +19,7 @@ from lorimer.engine.training.batch import AdapterSlice
 CHUNK_BYTES = 64 << 20
 
 Gradient = Callable[[slice, Tensor], Tensor]
-"""From rows and their log probabilities to the gradient of the loss with respect to those."""
+"""Maps rows and their log probabilities to the gradient of the loss with respect to these."""
 
 
 class Head:
@@ -29,11 +29,11 @@ class Head:
         self._chunk_rows = max(16, CHUNK_BYTES // (4 * model.vocab_size))
 
     def logits(self, x_NH: Tensor, slices: list[AdapterSlice]) -> Tensor:
-        """Float32 logits ``(N, V)`` as the model defines them, on a device that can draw from them."""
+        """Return float32 logits ``(N, V)`` as the model defines them, on a device that has float64."""
         return self._device.with_float64(self._forward(x_NH, slices)[0])
 
     def logprobs(self, x_NH: Tensor, targets: Tensor, adapter: AdapterSlice | None) -> Tensor:
-        """Log probabilities of ``targets``, ``(N,)`` or ``(N, K)``."""
+        """Return the log probabilities of ``targets``, ``(N,)`` or ``(N, K)``."""
         parts = [
             _choose(self._forward(x_NH[rows], _whole(adapter, rows))[0].log_softmax(-1), targets[rows])
             for rows in self._chunks(len(x_NH))
@@ -43,7 +43,7 @@ class Head:
     def backpropagate(
         self, x_NH: Tensor, targets: Tensor, adapter: AdapterSlice | None, gradient: Gradient
     ) -> tuple[Tensor, Tensor]:
-        """Log probabilities of ``targets`` and the loss's gradient with respect to ``x_NH``.
+        """Return the log probabilities of ``targets`` and the loss's gradient with respect to ``x_NH``.
 
         ``gradient`` is called once for each chunk of rows; the adapter's gradients are added to its buffers.
         """
@@ -72,7 +72,7 @@ class Head:
 
 
 def _whole(adapter: AdapterSlice | None, rows: slice) -> list[AdapterSlice]:
-    """All rows of a chunk belong to the adapter."""
+    """Return one slice that gives all rows of a chunk to the adapter."""
     if adapter is None:
         return []
     return [AdapterSlice(0, rows.stop - rows.start, adapter.weights, adapter.scale, adapter.grads)]
@@ -83,7 +83,7 @@ def _choose(logprobs_NV: Tensor, targets: Tensor) -> Tensor:
 
 
 def _softmax_gradient(logprobs_NV: Tensor, targets: Tensor, d_logprobs: Tensor) -> Tensor:
-    """Gradient with respect to logits, made in place of ``logprobs_NV``."""
+    """Return the gradient with respect to logits, computed in place of ``logprobs_NV``."""
     d_NK, targets_NK = (t if t.dim() == 2 else t[:, None] for t in (d_logprobs, targets))
     d_logits_NV = logprobs_NV.exp_().mul_(-d_NK.sum(1, keepdim=True))
     return d_logits_NV.scatter_add_(1, targets_NK, d_NK)

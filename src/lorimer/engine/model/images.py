@@ -1,8 +1,7 @@
-"""Image files from strangers, made into pictures.
+"""Decode untrusted image files.
 
-The declared format decides which decoder may look at the bytes, and the header's size is held against the limit before
-pixels take memory. What is damaged, cut off, disguised or too large is refused in our own words. What a model does with
-a picture is left to ``vision.py``.
+Only the decoder of the declared format reads the bytes, and the size in the header is compared with the limit before
+pixels are allocated. Damaged, truncated, mislabelled and too large files are refused. ``vision.py`` uses the pictures.
 """
 
 import io
@@ -15,9 +14,9 @@ from lorimer.errors import InvalidInput, TooLarge
 
 
 def open_picture(data: bytes, file_format: ImageFormat, max_pixels: int, where: str) -> Image.Image:
-    """The picture in ``data``, as RGB; of a file with several, the first.
+    """Decode the first picture in ``data`` as RGB.
 
-    A note of the camera on how to turn the picture is not followed: the pixels are taken as they are stored.
+    The EXIF orientation is ignored: pixels are used as they are stored.
     """
     name = file_format.upper()
     with warnings.catch_warnings():
@@ -28,7 +27,7 @@ def open_picture(data: bytes, file_format: ImageFormat, max_pixels: int, where: 
             picture: Image.Image = Image.open(io.BytesIO(data), formats=[name])
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             raise _too_large(where, f"more than {Image.MAX_IMAGE_PIXELS}", max_pixels) from None
-        except Exception:  # decoders fail in many ways, and their words are for programmers
+        except Exception:  # decoders raise many types of errors, with messages for programmers
             raise InvalidInput(
                 f"{where} is no {name} file, which its format {file_format!r} says it is; accepted are whole PNG and"
                 " JPEG files under their own formats"

@@ -18,7 +18,7 @@ from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 
 class FrozenMatrix:
-    """A frozen weight ``(O, I)``, kept a second time in the layout the CPU likes best for few rows."""
+    """A frozen weight ``(O, I)``, with a second copy in the layout that is fastest for few rows on the CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, max_packed_rows: int, is_kept: bool = True) -> None:
         """Without ``is_kept`` only the packed layout stays, and at most ``max_packed_rows`` rows are accepted."""
@@ -34,12 +34,12 @@ class FrozenMatrix:
         return self._packed is not None
 
     def unpack(self) -> None:
-        """Give the second copy up, unless it serves any number of rows."""
+        """Free the packed copy, unless it serves any number of rows."""
         if self._max_packed_rows < ANY_ROWS:
             self._packed = None
 
     def multiply(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` for ``x (rows, I)``."""
+        """Return ``x @ weight.T + bias`` for ``x (rows, I)``."""
         if self._packed is not None and len(x) <= self._max_packed_rows:
             return multiply_packed(x, self._packed, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -49,7 +49,7 @@ class FrozenMatrix:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight laid out once for oneDNN, which would otherwise do it on each call."""
+    """Pack the weight for oneDNN, which would otherwise do so on each call."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
 
@@ -60,11 +60,11 @@ def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 ANY_ROWS = 1 << 30
 FEW_ROWS = 64
-"""So many sequences may decode together before the time to lay out a weight stops to matter."""
+"""Above this many rows the time to pack a weight is negligible."""
 
 
 def fastest_packed_rows(weight: Tensor) -> int:
-    """Up to how many rows to use the packed layout: few, or any where it wins with many too; 0 without oneDNN."""
+    """Return up to how many rows the packed layout is faster: few, or any number; 0 without oneDNN."""
     if weight.device.type != "cpu":
         return 0
     try:
@@ -76,7 +76,7 @@ def fastest_packed_rows(weight: Tensor) -> int:
 
 
 def _fastest(matrix: FrozenMatrix, x: Tensor) -> float:
-    """Best of some timings, in seconds: the others were disturbed."""
+    """Return the best of several timings, in seconds: other processes disturb the rest."""
     seconds = []
     for _ in range(12):
         start = time.perf_counter()
@@ -86,7 +86,7 @@ def _fastest(matrix: FrozenMatrix, x: Tensor) -> float:
 
 
 class FrozenLinear(nn.Module):
-    """Stands where the model had an ``nn.Linear``."""
+    """Replaces an ``nn.Linear`` of the model."""
 
     def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, max_packed_rows: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Some models ask their layers for dtype or device."""
+        """The frozen weight: some models read the dtype or device of their layers."""
         return self.matrix.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class FrozenLinear(nn.Module):
 
 
 class Siblings:
-    """Layers of one parent that are given the same input: with few rows they are computed in one product.
+    """Layers of one parent that get the same input: with few rows they are computed in one product.
 
-    The first that is called with an input computes all and leaves the rest for the others.
+    The first layer called with an input computes all outputs and stores those of the others.
     """
 
     def __init__(self, layers: list[FrozenLinear], max_rows: int) -> None:
@@ -153,7 +153,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def join_siblings(model: nn.Module, max_rows: int) -> None:
-    """Find layers that transformers' models always call with one input, and let them be computed together."""
+    """Find layers that transformers' models always call with the same input, and join them into ``Siblings``."""
     for parent in model.modules():
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
@@ -172,7 +172,7 @@ Products = list[tuple[AdapterSlice, LoraTarget, Tensor]]
 def multiply_with_adapters(
     x: Tensor, matrix: FrozenMatrix, targets: list[LoraTarget], slices: list[AdapterSlice]
 ) -> tuple[Tensor, Products]:
-    """The layer's output, and the inner products ``A @ x`` that its backward pass needs."""
+    """Return the layer's output, and the inner products ``A @ x`` that its backward pass needs."""
     if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
         return multiply_packed(x, merged, matrix.bias), []
     y, products = matrix.multiply(x), []

@@ -1,4 +1,4 @@
-"""How much fits: the token budget of a training pass, found by measuring what a short pass keeps for its backward."""
+"""The token budget of a training pass, from the memory that a short pass keeps for its backward pass."""
 
 import torch
 from torch import Tensor
@@ -10,22 +10,22 @@ from lorimer.engine.model.base import BaseModel
 from lorimer.engine.training.batch import AdapterSlice, Pass
 
 MIN_BUDGET, MAX_BUDGET = 256, 2048
-"""Longer passes win nothing, their matrix products being large already; they take memory and keep samples waiting."""
+"""Longer passes are not faster, because their matrix products are large already, and they delay samples."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 _NUM_BACKWARD_TENSORS = 4
 
 
 def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
-    """Most tokens of a pass whose activations stay within ``memory_bytes``."""
+    """Return the maximum number of tokens of a pass whose activations fit into ``memory_bytes``."""
     budget = int(memory_bytes / activation_bytes_per_token(model))
     return max(MIN_BUDGET, min(MAX_BUDGET, budget))
 
 
 def activation_bytes_per_token(model: BaseModel) -> float:
-    """Bytes that one token of a pass with a rank-32 adapter keeps until the backward pass, and those it adds there.
+    """Return the bytes per token of a pass with a rank-32 adapter: activations kept, and gradients.
 
-    The backward pass takes as much again in gradients, and for a moment some tensors of a layer's largest size.
+    The gradients of the backward pass take as much as the activations, plus a few tensors of a layer's largest size.
     """
     adapter = create_adapter(
         model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.handle

@@ -18,7 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class GatedForward:
-    """Stands where the MLP had its ``forward``."""
+    """Replaces the ``forward`` of an MLP."""
 
     def __init__(self, mlp: Any, slot: PassSlot) -> None:
         self._forward, self._slot = mlp.forward, slot
@@ -62,7 +62,7 @@ class _GatedDown(torch.autograd.Function):
 
 
 def replace_gated_mlps(model: nn.Module, slot: PassSlot) -> int:
-    """Change the forward of every MLP that ours equals; answers how many were changed."""
+    """Replace the forward of every MLP that gives the same numbers; return how many were replaced."""
     replaced = 0
     for mlp in model.modules():
         layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class FrozenRMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+    """Computes ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Put ``FrozenRMSNorm`` where it equals the model's own norm; answers how many were replaced."""
+    """Replace norms that ``FrozenRMSNorm`` equals; return how many were replaced."""
     replaced = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):

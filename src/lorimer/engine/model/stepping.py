@@ -24,7 +24,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class LayerStep:
-    """Stands where the layer had its ``forward``."""
+    """Replaces the ``forward`` of a decoder layer."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], slot: PassSlot) -> None:
         self._layer, self._forward, self._slot = layer, forward, slot
@@ -36,7 +36,7 @@ class LayerStep:
         return self._parts is not None and not self._is_probed
 
     def probe(self) -> None:
-        """Let the next decoding pass, which must be a good probe, decide whether the layer can be stepped."""
+        """Use the next decoding pass, which must be a good probe, to decide whether the layer can be stepped."""
         self._parts = _Parts.of(self._layer)
         self._is_probed = self._parts is not None
 
@@ -57,7 +57,7 @@ class LayerStep:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return theirs
         if isinstance(theirs, Tensor) and theirs.shape == ours.shape:
-            # What the layer adds is compared: beside the residual it would not be seen.
+            # Compare what the layer adds: next to the residual a difference would be invisible.
             rounding = 4 * torch.finfo(x.dtype).eps * theirs.abs().max()
             allowed = _TOLERANCE[x.dtype] * (theirs - x).abs().max() + rounding
             if bool((ours - theirs).abs().max() <= allowed):
@@ -66,7 +66,7 @@ class LayerStep:
 
 
 class _Product:
-    """Layers that are given the same input, their outputs side by side."""
+    """Layers that get the same input; their outputs are concatenated."""
 
     def __init__(self, *layers: FrozenLinear) -> None:
         self._layers, self._siblings = layers, layers[0].siblings
@@ -79,7 +79,7 @@ class _Product:
 
     @classmethod
     def of(cls, parent: Any, fused: str, *names: str) -> "_Product":
-        """The layer called ``fused`` if there is one, else those called ``names``."""
+        """Return the layer called ``fused`` if there is one, else those called ``names``."""
         layers = [getattr(parent, name) for name in ([fused] if hasattr(parent, fused) else names)]
         if not all(isinstance(layer, FrozenLinear) for layer in layers):
             raise AttributeError(f"{fused} is not a frozen linear layer")
@@ -87,10 +87,10 @@ class _Product:
 
 
 class _Parts:
-    """What a layer is made of, looked up once."""
+    """The submodules of a layer, looked up once."""
 
     def __init__(self, layer: Any) -> None:
-        """Raises ``AttributeError`` for a layer that is made of something else."""
+        """Raise ``AttributeError`` for a layer that has other submodules."""
         attention, mlp = layer.self_attn, layer.mlp
         self._number, self._shape = attention.lorimer_layer, attention.lorimer_shape
         self._qkv = _Product.of(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
@@ -150,13 +150,13 @@ class _Parts:
 
 
 def _norm(parent: Any, name: str) -> Norm | None:
-    """The forward of a norm without what surrounds a module's call; ``None`` where there is no such norm."""
+    """Return the forward of a norm without the overhead of a module call; ``None`` if there is no such norm."""
     norm = getattr(parent, name, None)
     return None if norm is None else norm.forward
 
 
 def _gated(mlp: Any) -> Callable[[Tensor, list[AdapterSlice]], Tensor]:
-    """``down(act(gate(x)) * up(x))``, or the module itself where it is not made of these."""
+    """Return a function for ``down(act(gate(x)) * up(x))``, or the module itself if it has other submodules."""
     try:
         gate_up, down = _Product.of(mlp, "gate_up_proj", "gate_proj", "up_proj"), _Product.of(mlp, "down_proj")
         inner = mlp.down_proj.in_features

@@ -1,10 +1,10 @@
-"""Images of vision-language models: from a picture to the rows that stand where its placeholder tokens are.
+"""Images of vision-language models: from a file to the embeddings that replace its placeholder tokens.
 
-``Vision`` holds what such a model has beside its language model, frozen: the image processor of its directory and its
-vision tower. Images are read and counted when they arrive. Their rows, one for each of their tokens, are computed by
-the tower for the pass that needs them, without adapter or gradient, and take the place of the placeholders'
-embeddings. The language model attends to them causally, as to any token, so sequences with images are packed and
-cached like all others. A family that needs more than this is not in ``FAMILIES``, and its images are refused.
+``Vision`` holds the frozen parts of such a model besides its language model: the image processor and the vision tower.
+Images are decoded and counted when they arrive. For the pass that needs an image, the tower computes one row for each
+of its tokens, without adapter or gradient; rows replace the embeddings of placeholders. The language model attends to
+them causally, as to any token, so sequences with images are packed and cached like all others. A family that needs more
+than this is not in ``FAMILIES``, and its images are refused.
 
 Legend: T tokens of a pass or a sequence, N tokens of an image, H hidden size.
 """
@@ -32,16 +32,16 @@ from lorimer.engine.model.images import open_picture
 from lorimer.errors import InvalidInput, ModelRefused
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
-"""The ``model_type`` of models whose image is one run of placeholders with causal attention."""
+"""The ``model_type`` of models in which an image is one run of placeholders with causal attention."""
 _LLAVA_TOWER = "clip_vision_model"
-"""Others want tokens between the rows of an image, or have not been compared."""
+"""Other versions need tokens between the rows of an image, or have not been compared."""
 TEXT_ONLY = "it reads text only"
 _KEPT_BYTES, _KEPT_IMAGES = 128 << 20, 256
-"""Of rows that may be needed again: a prompt is computed in pieces, and datums of an operation share images."""
+"""Size of the cache of rows: a prompt is computed in pieces, and datums of an operation share images."""
 
 
 def model_class(config: Any, name: str) -> Any:
-    """The class of transformers that opens a model with this configuration."""
+    """Return the class of transformers that opens a model with this configuration."""
     if config.model_type in FAMILIES:
         return AutoModelForImageTextToText
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -54,18 +54,18 @@ def model_class(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ReadImage:
-    """An image that was found whole, and its length."""
+    """A decoded and validated image, and its length in tokens."""
 
     file: ImageInput
     digest: bytes
     num_tokens: int
     grid: tuple[int, ...] | None = None
-    """Patches by time, height and width, where the model tells positions by these."""
+    """Patches by time, height and width, if the model has positions of three dimensions."""
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What the language model gets to see of one image."""
+    """The input of the language model for one image."""
 
     rows_NH: Tensor
     layers: list[Tensor]
@@ -89,7 +89,7 @@ class SequenceImages:
 
     @cached_property
     def shift(self) -> int:
-        """What is added to the number of a token after the sequence to get its position."""
+        """Offset from the index of a token after the sequence to its position."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.tokens)
 
     @property
@@ -101,9 +101,9 @@ class SequenceImages:
         return marks
 
     def keys(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``tokens``, which begin with the sequence, with placeholders replaced by what only this image has.
+        """Return a cache key: ``tokens``, which begin with the sequence, with placeholders replaced by image digests.
 
-        Numbers below zero, made of the digest, are no tokens: equal keys mean equal text and equal images.
+        Digests become negative numbers, which are never tokens: equal keys mean equal text and equal images.
         """
         keys = tokens.copy()
         for start, image in self.placed:
@@ -112,7 +112,7 @@ class SequenceImages:
         return keys
 
     def positions_of(self, first: int, last: int) -> NDArray[np.int64]:
-        """``(3, last - first)``; tokens after the sequence are counted on."""
+        """Return positions ``(3, last - first)``; tokens after the sequence continue the count."""
         assert self.positions is not None
         after = np.arange(max(first, len(self.tokens)), last) + self.shift
         return np.concatenate([self.positions[:, first:last], np.broadcast_to(after, (3, len(after)))], 1)
@@ -120,7 +120,7 @@ class SequenceImages:
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions ``first:last`` of a sequence with images stand on the axis of a pass from ``at`` on."""
+    """Positions ``first:last`` of a sequence with images begin at ``at`` on the token axis of a pass."""
 
     images: SequenceImages
     at: int
@@ -129,7 +129,7 @@ class Placement:
 
 
 class Vision:
-    """The eyes of one model."""
+    """The image processor and vision tower of one model."""
 
     def __init__(self, model: Any, processor: Any, device: Device, max_pixels: int) -> None:
         self._model, self._processor, self._device, self._max_pixels = model, processor, device, max_pixels
@@ -151,9 +151,9 @@ class Vision:
         max_context: int,
         known: dict[bytes, ReadImage],
     ) -> SequenceImages:
-        """Put the images of the input called ``where`` into its text; ``known`` is for inputs that share some.
+        """Insert the images of the input called ``where`` into its text; ``known`` caches images that inputs share.
 
-        Raises where an image cannot be read, is not as long as its sender expects, or does not fit into the context.
+        Raise if an image cannot be read, is not as long as its sender expects, or does not fit into the context.
         """
         parts: list[NDArray[np.int64]] = []
         placed: list[tuple[int, ReadImage]] = []
@@ -175,7 +175,7 @@ class Vision:
     def _read_one(self, file: ImageInput, where: str, known: dict[bytes, ReadImage]) -> ReadImage:
         digest = hashlib.sha256(file.format.encode() + file.data).digest()
         if digest not in known:
-            # The picture is prepared again for its pass: many that wait would take more memory than their files.
+            # Preprocess the picture again for its pass: keeping many that wait would take more memory than their files.
             inputs = self._prepare(file, where)
             if self._merge is not None:
                 grid = tuple(int(size) for size in inputs["image_grid_thw"][0])
@@ -207,7 +207,7 @@ class Vision:
     # ── in a pass ─────────────────────────────────────────────────────────────────────────────────────
 
     def overlay(self, tokens_T: Tensor, positions_T: Tensor, placements: Sequence[Placement]) -> dict[str, Any]:
-        """What the language model is given instead of token ids and positions; placements in the order of the axis."""
+        """Return the language model's input instead of token ids and positions; placements in the order of the axis."""
         embeds_TH = self._embed(tokens_T)
         is_image_T = torch.zeros(len(tokens_T), dtype=torch.bool, device=tokens_T.device)
         shown: list[tuple[ImageRows, slice]] = []
@@ -243,13 +243,13 @@ class Vision:
 
     @torch.no_grad()
     def _look(self, inputs: dict[str, Tensor]) -> ImageRows:
-        """What the tower makes of one image."""
+        """Compute the tower's output for one image."""
         output = self._model.get_image_features(**inputs, return_dict=True)
         layers = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
         return ImageRows(_joined(output.pooler_output), layers)
 
     def probe(self) -> tuple[SequenceImages, Tensor]:
-        """A short sequence with an image, and the logits ``(T, V)`` that the model, while untouched, has for it."""
+        """Return a short sequence with an image, and its logits ``(T, V)`` by the unmodified model."""
         file = io.BytesIO()
         Image.linear_gradient("L").resize((60, 84)).convert("RGB").save(file, "png")
         image = ImageInput(data=file.getvalue(), format="png", offset=3, chunk=1)
@@ -263,7 +263,7 @@ class Vision:
 
 
 def open_vision(model: Any, directory: Path, device: Device, max_pixels: int) -> Vision | str:
-    """What reads the images of ``model``, or why nothing does."""
+    """Return the ``Vision`` of ``model``, or the reason why it reads no images."""
     tower = getattr(model.config, "vision_config", None)
     if tower is None:
         return TEXT_ONLY
@@ -274,7 +274,7 @@ def open_vision(model: Any, directory: Path, device: Device, max_pixels: int) ->
         return f"its vision tower is a {tower.model_type!r}; of Llava models {_LLAVA_TOWER!r} is supported"
     if not any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return "its directory has no preprocessor_config.json"
-    # Not the other backend, which a machine may or may not have: the same picture must give the same numbers.
+    # Not the optional backend: the same picture must give the same numbers on every machine.
     processor = AutoImageProcessor.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, backend="pil"
     )
@@ -282,14 +282,14 @@ def open_vision(model: Any, directory: Path, device: Device, max_pixels: int) ->
 
 
 def _joined(rows: Any) -> Tensor:
-    """``(N, H)`` of the one image that was given, in whatever layout a model has."""
+    """Return the rows ``(N, H)`` of the only image, whatever layout the model returns."""
     rows = torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows
     joined: Tensor = rows.reshape(-1, rows.shape[-1])
     return joined
 
 
 def _turns(length: int, placed: Sequence[tuple[int, ReadImage]], merge: int) -> NDArray[np.int64]:
-    """Positions ``(3, T)``: text counts on in all three, an image spreads over its grid and takes its longer side."""
+    """Return positions ``(3, T)``: text advances all three; an image spans its grid and advances by its longer side."""
     pieces: list[NDArray[np.int64]] = []
     at = position = 0
     for start, image in placed:

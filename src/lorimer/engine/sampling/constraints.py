@@ -1,8 +1,8 @@
-"""Samples confined to a grammar: which tokens may come next, by llguidance.
+"""Constrained sampling: llguidance says which tokens a grammar allows next.
 
 Tokens that the grammar does not allow lose all probability before the draw, so that the log probabilities of a
-confined sample are those of the distribution it was drawn from. llguidance is loaded by the first grammar; its view of
-the tokenizer is made then and kept.
+constrained sample are those of the distribution it was drawn from. The first grammar loads llguidance and builds its
+view of the tokenizer, which is kept.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ _MAX_COMPILED = 32
 
 
 class Constraint:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -29,29 +29,29 @@ class Constraint:
         return Constraint(self._matcher.deep_copy())
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """``bool[vocab_size]``: the tokens that may come next."""
+        """Return ``bool[vocab_size]``: the tokens that are allowed next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(bool)
 
     def mask_(self, logits_V: Tensor) -> None:
-        """Take all probability from tokens that may not come next."""
+        """Mask the logits of tokens that are not allowed next."""
         allowed = torch.from_numpy(self.allowed(len(logits_V))).to(logits_V.device)
         logits_V.masked_fill_(~allowed, float("-inf"))
 
     def advance(self, token: int) -> str:
-        """Take the token that was drawn; gives what is wrong if the grammar cannot be followed any further."""
+        """Advance by the token that was drawn; return the reason if the grammar cannot be followed any further."""
         if self._matcher.consume_token(token):
             return ""
         return f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end of sequence can follow."""
+        """Whether only an end of sequence can follow."""
         return bool(self._matcher.is_stopped())
 
 
 class Grammars:
-    """Compiles grammars for one model; those used last are kept, for a program asks with the same one many times."""
+    """Compiles grammars for one model and caches the most recently used: a program reuses the same grammar."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
@@ -59,7 +59,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
 
     def compile(self, grammar: str) -> Constraint:
-        """The beginning of a grammar; ``InvalidInput`` with the reason if there is something wrong with it."""
+        """Return the initial state of a grammar; raise ``InvalidInput`` with the reason if it does not compile."""
         if grammar not in self._compiled:
             self._compiled[grammar] = self._compile(grammar)
         self._compiled.move_to_end(grammar)
@@ -92,5 +92,5 @@ class Grammars:
 
 
 def _first_line(error: str) -> str:
-    """The reason without the dump of the parser's state that follows it."""
+    """Return the reason without the dump of the parser's state that follows it."""
     return error.partition("\n")[0].partition("<state>")[0].strip()[:_SHOWN_CHARS]

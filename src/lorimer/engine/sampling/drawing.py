@@ -32,7 +32,7 @@ class DrawRules:
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A seed for one sample of a request, unlike those of its siblings."""
+    """Derive the seed of one sample of a request, different from those of the other samples."""
     value = np.array([seed & (2**64 - 1)], np.uint64)
     for step in path:
         value = _mix(value + _GOLDEN * np.array([step + 1], np.uint64))
@@ -40,7 +40,7 @@ def derive_seed(seed: int, *path: int) -> int:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
-    """A number in [0, 1) for each (seed, position), the same on every machine."""
+    """Return a number in [0, 1) for each (seed, position), the same on every machine."""
     with np.errstate(over="ignore"):
         state = np.array(seeds, np.uint64) + _GOLDEN * (np.array(positions, np.uint64) + np.uint64(1))
         return (_mix(_mix(state)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -55,7 +55,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def scaled_logprobs(logits_NV: Tensor, temperatures: Tensor) -> Tensor:
-    """Log probabilities of the temperature-scaled distribution; changes ``logits_NV``."""
+    """Return log probabilities of the temperature-scaled distribution; overwrite ``logits_NV``."""
     if bool((temperatures != 1).any()):
         divisors = torch.where(temperatures == 0, 1.0, temperatures)
         # A tiny temperature may overflow the division; the largest logit then takes everything.
@@ -64,7 +64,7 @@ def scaled_logprobs(logits_NV: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def draw(logprobs_NV: Tensor, rules: DrawRules, numbers_N: np.ndarray) -> Tensor:
-    """One token for each row, by inversion of its cumulative distribution at ``numbers_N``."""
+    """Draw one token for each row by inverting its cumulative distribution at ``numbers_N``."""
     probabilities_NV = logprobs_NV.exp()
     for row, (top_k, top_p) in enumerate(zip(rules.top_ks, rules.top_ps, strict=True)):
         if 0 < top_k < probabilities_NV.shape[1] or top_p < 1:
@@ -84,7 +84,7 @@ def _truncate_(probabilities_V: Tensor, top_k: int, top_p: float) -> None:
 
 
 def _invert(weights_NV: Tensor, numbers_N: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds ``number * total``: first the block of tokens, then within it."""
+    """Find the first token whose cumulative weight exceeds ``number * total``: first its block, then the token."""
     num_rows, size = weights_NV.shape
     padded = torch.nn.functional.pad(weights_NV, (0, -size % _BLOCK)).view(num_rows, -1, _BLOCK)
     cumulative_NB = padded.sum(-1).double().cumsum(-1)
@@ -100,6 +100,6 @@ def _invert(weights_NV: Tensor, numbers_N: Tensor) -> Tensor:
 
 
 def best(logprobs_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each row and their log probabilities."""
+    """Return the k most likely tokens of each row and their log probabilities."""
     values, tokens = logprobs_NV.topk(k, -1)
     return tokens, values

@@ -1,8 +1,8 @@
-"""Keys and values of sequences being sampled, and of prompts that may come again.
+"""Keys and values of sequences being sampled, and of prompts that may be reused.
 
 A prompt is computed into a ``PromptCache``; its samples copy that into their rows of the ``Slab``, one rectangle of
 memory for all sequences that decode together. ``PrefixStore`` keeps prompts for reuse, keyed by (salt, weights,
-tokens), within a memory limit; the least recently used go first.
+tokens), within a memory limit, and evicts the least recently used.
 
 Legend: N rows, H query heads, K key/value heads, G = H / K, C capacity in positions, D head size.
 """
@@ -31,7 +31,7 @@ class PromptCache:
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def extend(self, layer: int, k_KTD: Tensor, v_KTD: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Write positions from ``start`` and answer all keys and values up to the last one written."""
+        """Write positions from ``start``; return all keys and values up to the last one written."""
         if layer == len(self.layers):
             pair = tuple(x.new_empty(x.shape[0], self.capacity, x.shape[2]) for x in (k_KTD, v_KTD))
             self.layers.append((pair[0], pair[1]))
@@ -108,13 +108,13 @@ class Slab:
         return not self.lengths or (self.num_rows + 1) * capacity <= self.max_positions
 
     def can_step(self) -> bool:
-        """Whether every row may take one more position."""
+        """Return whether every row has room for one more position."""
         longest = max(self.lengths) + 1
         fits = longest <= self.capacity or self.num_rows * _round_up(longest) <= self.max_positions
         return fits or self.num_rows == 1
 
     def add(self, prompt: PromptCache) -> int:
-        """A new row that begins as a copy of ``prompt``; answers its number."""
+        """Add a row that begins as a copy of ``prompt``; return its number."""
         row, length = len(self.lengths), prompt.length
         if not self._layers:
             self._layers = [
@@ -128,7 +128,7 @@ class Slab:
         return row
 
     def remove(self, row: int) -> int:
-        """Free a row; answers the number of the row that moved into its place (itself when it was the last)."""
+        """Free a row; return the number of the row that moved into its place (itself if it was the last)."""
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
@@ -142,7 +142,7 @@ class Slab:
         return last
 
     def make_room(self) -> None:
-        """Give every row one more position; ``can_step`` says whether it may be called."""
+        """Add one position to every row; ``can_step`` says whether there is room."""
         self._reserve(self.num_rows, max(self.lengths) + 1)
 
     def _reserve(self, num_rows: int, length: int) -> None:
@@ -166,7 +166,7 @@ class Slab:
 
 
 def _round_up(length: int) -> int:
-    """Capacity for ``length`` positions with some to spare: the next multiple of 64 above 5/4 of it."""
+    """Round ``length`` up to a capacity with slack: the next multiple of 64 above 5/4 of it."""
     return -(-(length + length // 4) // 64) * 64
 
 
@@ -190,7 +190,7 @@ class DecodeAttention:
         self._rotation: tuple[Tensor, Tensor]
 
     def _mask(self, window: int | None, num_kv: int, like: Tensor) -> Tensor:
-        """Zero at keys a row sees, minus infinity elsewhere: ``(N * K, 1, keys)``; made once for all layers alike."""
+        """Return zero at keys a row sees, minus infinity elsewhere: ``(N * K, 1, keys)``; equal layers share it."""
         key = (window, num_kv)
         if key not in self._masks:
             hidden = self._distance_NC < 0
@@ -204,7 +204,7 @@ class DecodeAttention:
         return self.attend_rows(layer, q_HTD.transpose(0, 1), k_KTD.transpose(0, 1), v_KTD.transpose(0, 1), shape)
 
     def attend_rows(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, shape: Shape) -> Tensor:
-        """The same with rows first, in the order of the pass; answers ``(N, H, D)``."""
+        """Attend as ``attend`` does, with rows first and in the order of the pass; return ``(N, H, D)``."""
         k_cache, v_cache = self._slab.layer(layer)
         k_cache[self._rows_T, :, self._positions_T] = k_NKD
         v_cache[self._rows_T, :, self._positions_T] = v_NKD
@@ -225,7 +225,7 @@ class DecodeAttention:
         return out_NHD if self._in_order else out_NHD[self._rows_T]
 
     def rotation(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Factors ``(N, 1, D)`` of a head and of the head with its halves swapped, from a model's cosines and sines."""
+        """Return factors ``(N, 1, D)`` of a head and of its swapped halves, from a model's cosines and sines."""
         if self._rotary is not rotary:
             cos, sin = (x[0].unsqueeze(1) for x in rotary)
             half = sin.shape[-1] // 2
@@ -238,7 +238,7 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A prompt of the store, the hashes of its prefixes of whole blocks, and the memory it is charged with."""
+    """A stored prompt, the hashes of its prefixes of whole blocks, and the memory it is charged for."""
 
     cache: PromptCache
     digests: list[bytes]
@@ -246,9 +246,9 @@ class _Stored:
 
 
 class PrefixStore:
-    """Prompts that were computed, for those that begin alike.
+    """Computed prompts, for reuse by prompts with the same prefix.
 
-    A prefix is found as long as any stored prompt begins with it, in whatever order they are evicted.
+    A prefix is found as long as any stored prompt begins with it, in whatever order prompts are evicted.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -260,9 +260,9 @@ class PrefixStore:
         self.memory_bytes = 0
 
     def find(self, salt: str, weights: str, tokens: np.ndarray, most: int) -> tuple[PromptCache, int] | None:
-        """The stored prompt that shares the longest prefix of at most ``most`` tokens, and that length.
+        """Return the stored prompt that shares the longest prefix of at most ``most`` tokens, and that length.
 
-        Of several the one stored last.
+        Among several, return the one stored last.
         """
         found = None
         for digest, length in _block_hashes(salt, weights, tokens):
@@ -303,7 +303,7 @@ class PrefixStore:
 
 
 def _block_hashes(salt: str, weights: str, tokens: np.ndarray) -> Iterator[tuple[bytes, int]]:
-    """A chain of hashes, one for each prefix of whole blocks."""
+    """Return a chain of hashes, one for each prefix of whole blocks."""
     digest = hashlib.sha256(f"{len(salt)}:{salt}{weights}".encode()).digest()
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         block = np.ascontiguousarray(tokens[start : start + BLOCK], dtype="<i8")

@@ -20,7 +20,7 @@ PATIENCE = 16
 
 
 class MergedAdapter:
-    """The adapter that is merged at present, if any."""
+    """The adapter that is currently merged, if any."""
 
     def __init__(self, model: BaseModel, limit_bytes: int) -> None:
         self._parts = _parts(model)
@@ -34,7 +34,7 @@ class MergedAdapter:
         self._matrices: MergedMatrices | None = None
 
     def apply(self, weights: str, adapter: FrozenAdapter, slices: list[AdapterSlice]) -> list[AdapterSlice]:
-        """The slices of a decoding pass that belongs to one adapter, with its merged matrices once it has them."""
+        """Return the slices of a decoding pass that belongs to one adapter, with its merged matrices if it has them."""
         if not self.is_possible:
             return slices
         if weights != self._weights:
@@ -63,7 +63,7 @@ Part = tuple[FrozenMatrix, list[Tensor], list[LoraTarget]]
 
 
 def _parts(model: BaseModel) -> list[Part]:
-    """Every matrix that decoding multiplies with, the weights it is made of and the targets on its rows."""
+    """Return every matrix that decoding multiplies with, its weights and the targets on its rows."""
     parts: dict[int, Part] = {id(model.head): (model.head, [model.head.weight], [model.head_target])}
     for layer in model.decoder.modules():
         if isinstance(layer, FrozenLinear):

@@ -19,7 +19,7 @@ _PADDING = -99999.0
 
 
 class PromptScores:
-    """What a request wants to know of its prompt, filled piece by piece as the prompt is computed."""
+    """The prompt scores that a request asked for, filled piece by piece as the prompt is computed."""
 
     def __init__(self, message: SampleRequest, is_image: np.ndarray | None = None) -> None:
         """``is_image`` marks positions that hold no text, whose own log probabilities mean nothing."""
@@ -51,7 +51,7 @@ class PromptScores:
         )
 
     def add(self, x_NH: Tensor, positions: np.ndarray, head: Head, slices: list[AdapterSlice]) -> None:
-        """Score what follows ``positions``, whose hidden states are ``x_NH``."""
+        """Score the tokens after ``positions``, whose hidden states are ``x_NH``."""
         wanted = (positions + 1 >= self.first_position) & (positions + 1 < len(self._message.prompt))
         rows = np.flatnonzero(wanted)
         for start in range(0, len(rows), _ROWS):
@@ -95,7 +95,7 @@ class PromptScores:
             self._drawn[positions - 1, k] = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].cpu().numpy()
 
     def result(self) -> dict[str, Any]:
-        """The fields of a ``SampleResult`` that were asked for."""
+        """Return the fields of a ``SampleResult`` that were asked for."""
         message = self._message
         fields: dict[str, Any] = {}
         if message.prompt_logprobs:

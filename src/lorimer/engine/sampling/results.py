@@ -1,4 +1,4 @@
-"""What a sampler says of its requests: new tokens while they come, and the result when all are there."""
+"""Messages of a sampler about its requests: progress for each token, and the result at the end."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def progress(sequence: "Sequence") -> SampleProgress:
-    """The token just drawn."""
+    """Build the progress message for the token just drawn."""
     return SampleProgress(
         request_id=sequence.request.message.request_id,
         index=sequence.index,
@@ -23,7 +23,7 @@ def progress(sequence: "Sequence") -> SampleProgress:
 
 
 def result(request: "Request") -> SampleResult:
-    """All sequences of a finished request, and what was asked about its prompt."""
+    """Build the result of a finished request: its sequences, and the prompt scores it asked for."""
     sequences = [
         SampledSequence(
             tokens=np.array(sequence.tokens, np.int32),
@@ -43,7 +43,7 @@ def result(request: "Request") -> SampleResult:
 
 
 def _topk(best: list[tuple[np.ndarray, np.ndarray]]) -> TopkLogprobs | None:
-    """None unless alternatives were asked for."""
+    """Stack the alternatives; return ``None`` if none were asked for."""
     if not best:
         return None
     return TopkLogprobs(

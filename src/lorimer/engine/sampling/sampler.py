@@ -2,9 +2,9 @@
 
 A request's prompt is computed once (``Prefill``), in pieces that keep the others waiting only briefly, and shared by
 all its samples and by equal prompts that wait beside it. Its samples then take rows of the slab as there is room.
-When memory runs short the newest sequences give up their rows and are computed again later; nothing fails.
+When memory runs short the newest sequences are preempted and computed again later; nothing fails.
 ``step`` does one pass of either kind; ``prompts.py`` scores prompt tokens; ``drawing.py`` chooses tokens, of those
-that ``constraints.py`` allows; ``answers.py`` says what came of it.
+that ``constraints.py`` allows; ``results.py`` builds the replies.
 
 An error in work that is done for one request fails that request. Prompts whose common pass fails are computed one by
 one, so that the cause is found; a decoding pass that fails is the only thing that takes other requests with it.
@@ -45,14 +45,14 @@ from lorimer.engine.sampling.stops import Stop, StopWatch
 from lorimer.engine.training.batch import AdapterSlice, Pass
 
 PREFILL_TOKENS = 2048
-"""Most prompt tokens of one pass."""
+"""Maximum prompt tokens of one pass."""
 _DRAWS = 64
-"""Most first tokens drawn at once: a request may want thousands of samples of one row of logits."""
+"""Maximum first tokens drawn together: a request may want thousands of samples of one row of logits."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A sample request under way."""
+    """A sample request in progress."""
 
     message: SampleRequest
     adapter: FrozenAdapter | None
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Of the last token, as the model is told it."""
+        """Position of the last token, as the model gets it."""
         images = self.request.images
         return len(self.request.message.prompt) + len(self.tokens) - 1 + (images.shift if images else 0)
 
@@ -110,9 +110,9 @@ class Prefill:
     sequences: list[Sequence]
     cache: PromptCache
     scores: PromptScores | None
-    """What to score on the way; not again for a sequence that lost its row."""
+    """Scores to compute with the prompt; not again for a sequence that was preempted."""
     is_alone: bool = False
-    """It gets passes of its own, because one that it shared has failed."""
+    """Whether it gets passes of its own, because a pass that it shared has failed."""
 
     @property
     def requests(self) -> list[Request]:
@@ -120,7 +120,7 @@ class Prefill:
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """What tells it from other prompts under the same weights."""
+        """Key that distinguishes it from other prompts under the same weights."""
         return self.request.images.keys(self.tokens) if self.request.images else self.tokens
 
     def is_same(self, other: "Prefill") -> bool:
@@ -170,7 +170,7 @@ class Sampler:
         return not self._requests
 
     def add(self, message: SampleRequest, adapter: FrozenAdapter | None, images: SequenceImages | None = None) -> None:
-        """Take a request that was checked, and the images of its prompt; ``step`` answers it."""
+        """Enqueue a validated request and the images of its prompt; ``step`` computes and answers it."""
         prompt = np.asarray(message.prompt, np.int64)
         room = self.model.max_context - len(prompt)
         wanted = room if message.params.max_tokens is None else message.params.max_tokens
@@ -194,7 +194,7 @@ class Sampler:
     def _enqueue(
         self, request: Request, tokens: np.ndarray, sequences: list[Sequence], scores: PromptScores | None
     ) -> None:
-        """Compute ``tokens`` for the sequences, with a prefill that waits for the same ones where there is one."""
+        """Enqueue ``tokens`` for the sequences, joining a waiting prefill of the same tokens if there is one."""
         prefill = Prefill(request, tokens, list(sequences), PromptCache(len(tokens)), scores)
         if scores is None:
             for other in self._prefills:
@@ -204,7 +204,7 @@ class Sampler:
         self._prefills.append(prefill)
 
     def cancel(self, request_id: str) -> bool:
-        """Give up a request; false when it is not under way."""
+        """Cancel a request; return false if it is not in progress."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -219,7 +219,7 @@ class Sampler:
 
     @torch.no_grad()
     def step(self) -> list[Reply]:
-        """One pass: of prompts or of decoding, in turn when both wait."""
+        """Compute one pass: of prompts or of decoding, alternating when both wait."""
         self._fill_slab()
         if self._failed:
             return self._drop_failed()
@@ -237,7 +237,7 @@ class Sampler:
     # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
     def _blame(self, requests: Iterable[Request], error: Exception) -> None:
-        """Have an error fail these requests when the pass is over; until then they take part in it."""
+        """Mark these requests as failed by an error; they take part in the pass until it ends."""
         traceback.print_exception(error)
         for request in requests:
             if not request.failure:
@@ -254,7 +254,7 @@ class Sampler:
         return replies
 
     def fail_all(self, error: Exception) -> list[Reply]:
-        """Give everything up after an error that can be put down to no request and no pass."""
+        """Fail everything after an error that belongs to no request and no pass."""
         self._blame(self._requests.values(), error)
         return self._drop_failed()
 
@@ -285,7 +285,7 @@ class Sampler:
         return self._begin([prefills[i] for i in done], hidden_TH[last])
 
     def _compute(self, prefills: list[Prefill], spans: list[PrefillSpan], parts: list[np.ndarray]) -> Tensor:
-        """One pass over the next tokens of several prompts, which extends their caches."""
+        """Compute the next tokens of several prompts in one pass, which extends their caches."""
         tokens = np.concatenate([prefill.tokens[part] for prefill, part in zip(prefills, parts, strict=True)])
         attention = PrefillAttention(spans)
         slices = _slices([(p.request, span.stop - span.start) for p, span in zip(prefills, spans, strict=True)])
@@ -307,7 +307,7 @@ class Sampler:
                 self._blame([prefill.request], error)
 
     def _choose_prefills(self) -> list[tuple[Prefill, int]]:
-        """Prefills of the next pass, in order of arrival, and how many tokens of each; equal adapters side by side."""
+        """Choose the prefills of the next pass by arrival, and how many tokens of each; group equal adapters."""
         chosen: list[tuple[Prefill, int]] = []
         room, rows = PREFILL_TOKENS, self._max_rows - len(self._ready) - len(self._rows)
         for prefill in self._prefills:
@@ -367,7 +367,7 @@ class Sampler:
             sequence, cache = self._ready.popleft()
             try:
                 self._slab.add(cache)
-            except Exception as error:  # it may have been growing, and then the slab is fit for nobody
+            except Exception as error:  # the slab may have been growing, and is then unusable
                 self._blame([s.request for s in (*self._rows, sequence)], error)
                 return
             self._rows.append(sequence)
@@ -378,7 +378,7 @@ class Sampler:
         self._rows.pop()
 
     def _preempt(self) -> None:
-        """Let the newest sequences wait until the others have room for one more token."""
+        """Preempt the newest sequences until the others have room for one more token."""
         while not self._slab.can_step():
             newest = min(range(len(self._rows)), key=lambda row: len(self._rows[row].tokens))
             sequence = self._rows[newest]
@@ -402,7 +402,7 @@ class Sampler:
         return replies
 
     def _decode_rows(self) -> list[Reply]:
-        """One pass over all rows of the slab."""
+        """Compute one pass over all rows of the slab."""
         self._slab.make_room()
         # Rows in the order of adapters, so that each adapter owns one slice of the pass.
         order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].request.weights)
@@ -428,7 +428,7 @@ class Sampler:
         return self.model.hidden(tokens_T, positions_T, current, placements or ())
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
-        """Choose a token for each sequence, end those that stop, and answer what is complete."""
+        """Choose a token for each sequence, end those that stop, and return the replies of complete requests."""
         for row, sequence in enumerate(sequences):
             if sequence.constraint is not None:
                 try:
@@ -478,7 +478,7 @@ class Sampler:
 
 
 def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
-    """Slices of the axis for requests that follow one another on it; the base has none."""
+    """Return the slices of consecutive requests on the token axis; the base has none."""
     slices, start = [], 0
     for _, members in groupby(parts, key=lambda part: part[0].weights):
         requests = list(members)

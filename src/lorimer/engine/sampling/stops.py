@@ -1,6 +1,6 @@
-"""When a sampled sequence ends: at end-of-sequence tokens, at given tokens, or at strings wherever token borders lie.
+"""Stop conditions of sampled sequences: end-of-sequence tokens, given tokens, or strings across token borders.
 
-This is the engine's only use of a tokenizer.
+Besides grammars (``constraints.py``), this is the engine's only use of a tokenizer.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from lorimer.errors import InvalidInput
 from lorimer.types.stops import StopMatcher
 
 _CONTEXT = 4
-"""Tokens beside which the next ones are decoded, for the sake of their spaces."""
+"""Number of preceding tokens decoded with the next ones, so that spaces come out right."""
 _TOGETHER = 16
-"""Tokens that are decoded again until so many have come, and longer while a character is incomplete."""
+"""Decode this many tokens again and again before moving on, and more while a character is incomplete."""
 
 
 class Stop:
-    """What ends the sequences of one request.
+    """The stop condition of the sequences of one request.
 
     ``None`` means the model's end-of-sequence tokens; an empty list nothing at all; strings or token ids those, besides
     end of sequence. The token that completes a stop is part of the sample.
@@ -41,7 +41,7 @@ class Stop:
 
 
 class StopWatch:
-    """Whether one sequence has ended; told after each of its tokens."""
+    """Decides after each token whether one sequence has ended."""
 
     def __init__(self, ids: set[int], matcher: StopMatcher | None, tokenizer: Any) -> None:
         self._ids, self._matcher, self._tokenizer = ids, matcher, tokenizer
@@ -50,7 +50,7 @@ class StopWatch:
         self._state = matcher.start if matcher is not None else None
 
     def ends(self, tokens: list[int]) -> bool:
-        """Whether the last of ``tokens`` completes a stop."""
+        """Return whether the last of ``tokens`` completes a stop."""
         if tokens[-1] in self._ids:
             return True
         if self._matcher is None or self._state is None:

@@ -1,4 +1,4 @@
-"""Packing: sequences of any operations and runs laid on one token axis, and what the layers must know of it.
+"""Packing: sequences of any operations and runs on one token axis, and what the layers need to know about it.
 
 A ``Pass`` describes one forward pass. Tokens are ordered by adapter, so that each adapter owns one slice of the
 axis and its low-rank products are plain matrix products on that slice.
@@ -14,13 +14,13 @@ from lorimer.engine.model.attention import AttentionGroup, Shape
 
 
 class CachedAttention(Protocol):
-    """Where keys and values of a sampling pass live."""
+    """Stores the keys and values of a sampling pass, and attends to them."""
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor: ...
 
 
 MergedMatrices = dict[int, Tensor]
-"""By the identity of a frozen matrix, its packed weight with an adapter added."""
+"""The packed weight with an adapter added, by the identity of the frozen matrix."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AdapterSlice:
     scale: float
     grads: Pairs | None = None
     merged: MergedMatrices | None = None
-    """Replaces base and pairs where it has the matrix; only a slice that is the whole pass may have it."""
+    """Replaces base and pairs for the matrices it holds; only a slice that covers the whole pass may have it."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Pass:
 
 
 class PassSlot:
-    """Holds the pass under way; layers keep a reference to the slot of their model."""
+    """Holds the current pass; layers keep a reference to the slot of their model."""
 
     def __init__(self) -> None:
         self.current = Pass([])

@@ -1,9 +1,9 @@
 """Losses uploaded as operation graphs: checked once when registered, then run on the logprobs of each datum.
 
 A graph is data, in the form ``torch.fx`` traces and the Tinker protocol encodes; no Python is evaluated and nothing is
-called that ``custom_loss_calls`` does not list. Every call is charged before it runs, so that neither time nor memory
-can run away. Graphs run on the CPU wherever the model is: an index out of range is then the error of one datum,
-where a GPU would stop for everybody.
+called that ``custom_loss_calls`` does not list. The cost of every call is charged before it runs, which bounds time and
+memory. Graphs run on the CPU wherever the model is: an index out of range then fails one datum, whereas on a GPU it
+would stop the engine.
 """
 
 import math
@@ -21,10 +21,10 @@ from lorimer.errors import InvalidInput, Unsupported
 MAX_INPUTS = 16
 MAX_NODES = 1024
 MAX_VALUES = 2**16
-"""Most encoded arguments of a graph, those inside lists counted."""
+"""Maximum encoded arguments of a graph, including those inside lists."""
 MAX_DEPTH = 8
 MAX_ELEMENTS = 2**27
-"""Most tensor elements that one evaluation may read and make: a bound on memory."""
+"""Maximum tensor elements that one evaluation may read and make, which bounds memory."""
 MAX_ELEMENTS_PER_INPUT = 2**14
 """The same for each number the graph is given, so that a loss takes time in proportion to its data."""
 
@@ -87,7 +87,7 @@ class CustomLoss:
         return _Reader(parameters).read(nodes)
 
     def evaluate(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Loss (0-d float64 on the CPU), its gradient (like ``logprobs``), and metrics of one datum.
+        """Return loss (0-d float64 on the CPU), its gradient (like ``logprobs``), and metrics of one datum.
 
         A call that fails, a loss that is not a finite scalar or does not depend on the logprobs, and a gradient that is
         not finite raise ``InvalidInput``.
@@ -135,7 +135,7 @@ class CustomLoss:
 
 
 def combine_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of an operation from those of its datums: sums, and means over the datums."""
+    """Combine the metrics of an operation's datums: sums, and means over the datums."""
     return {
         name: math.fsum(each[name] for each in metrics) / (len(metrics) if name.endswith(":mean") else 1)
         for name in metrics[0]

@@ -1,7 +1,7 @@
-"""What an uploaded loss may call, and what a call costs.
+"""The functions that an uploaded loss may call, and what a call costs.
 
-Listed are functions of tensors and numbers that change nothing in place, draw nothing at random, show no memory they
-did not write and give no more than their arguments let one foretell. The cost of a call is a bound, known before it
+Listed are functions of tensors and numbers that change nothing in place, use no randomness, expose no uninitialised
+memory, and whose output size follows from their arguments. The cost of a call is a bound, known before it
 runs, on the elements it makes or visits. ``custom_loss`` reads the graphs and runs them.
 """
 
@@ -38,12 +38,12 @@ class Call(NamedTuple):
 
 
 def extent(shape: Iterable[int]) -> int:
-    """Number of elements, an empty dimension counting as 1: reducing it away makes elements out of none."""
+    """Return the number of elements, counting an empty dimension as 1: reducing it away creates elements."""
     return math.prod(max(size, 1) for size in shape)
 
 
 def read(args: Args, kwargs: Kwargs) -> int:
-    """Elements of all tensors among the arguments."""
+    """Return the number of elements of all tensors among the arguments."""
     return sum(extent(tensor.shape) for tensor in _tensors(args, kwargs))
 
 
@@ -100,7 +100,7 @@ def _pieces(args: Args, kwargs: Kwargs) -> int:
 
 
 def _sizes(args: Args, kwargs: Kwargs, name: str) -> list[int]:
-    """Integers given as ``name``, as one tuple, or one by one."""
+    """Return integers given as ``name``, as one tuple, or one by one."""
     given = kwargs.get(name, args[0] if args and isinstance(args[0], tuple | list) else args)
     sizes = list(given) if isinstance(given, tuple | list) else [given]
     if not all(isinstance(size, int) for size in sizes):

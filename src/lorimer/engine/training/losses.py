@@ -27,7 +27,7 @@ _MAX_LOG_RATIO = 80.0
 
 
 class Terms(NamedTuple):
-    """What a formula gives for each position."""
+    """The result of a formula for each position."""
 
     losses: Tensor
     gradient: Tensor
@@ -65,7 +65,7 @@ class MetricSums:
         return MetricSums(totals, self.num_active + other.num_active)
 
     def finalise(self) -> dict[str, float]:
-        """The metrics as numbers. A mean over no position is left out."""
+        """Return the metrics as numbers, without means over no position."""
         num_active = float(self.num_active)
         metrics = {}
         for name, total in self.totals.items():
@@ -77,7 +77,7 @@ class MetricSums:
 
 
 def find_loss(name: str) -> Loss:
-    """The built-in loss of that name."""
+    """Return the built-in loss of that name."""
     if name in LOSSES:
         return LOSSES[name]
     accepted = ", ".join([*LOSSES, "custom"])
@@ -90,7 +90,7 @@ def find_loss(name: str) -> Loss:
 
 
 def evaluate(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor, MetricSums]:
-    """Loss (0-d, summed in float64), its gradient with respect to ``logprobs``, and metrics.
+    """Return the loss (0-d, summed in float64), its gradient with respect to ``logprobs``, and metrics.
 
     ``logprobs`` is ``(N,)``, or ``(N, K)`` for ``cross_entropy``: the positions of one datum, or for a token-local loss
     any positions of one operation. ``inputs`` have its shape; ``config`` replaces the loss's defaults. A position with
@@ -119,7 +119,7 @@ def evaluate(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Config) -> tu
 
 
 def active_positions(loss: Loss, inputs: Inputs, config: Config) -> Tensor:
-    """Which of the N positions can have a non-zero gradient, whatever the logprobs are: ``bool (N,)``."""
+    """Return which of the N positions can have a non-zero gradient, whatever the logprobs are: ``bool (N,)``."""
     if loss.name == "cross_entropy":
         is_weighted = inputs["weights"] != 0
         return is_weighted if is_weighted.ndim == 1 else is_weighted.any(-1)

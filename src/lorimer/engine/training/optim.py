@@ -1,4 +1,4 @@
-"""Optimisers: what `optim_step` does to an adapter.
+"""Optimisers: the update that `optim_step` applies to an adapter.
 
 `apply` checks the parameters of the step, clips, guards against numbers that are not finite, and lets the
 run's optimiser update weights and moments in place. A new optimiser is one entry in `OPTIMIZERS`: its fields
@@ -18,7 +18,7 @@ from lorimer.engine.messages import OptimizerConfig
 from lorimer.errors import InvalidInput, Unsupported
 
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-"""Of float32, in which weights, moments and the parameters of a step are."""
+"""Limits of float32, the dtype of weights, moments and the parameters of a step."""
 _LARGEST_NORM = math.sqrt(_LARGEST) / 2
 """Tensors of a smaller norm have finite squares, hence finite second moments. Adding less to what is finite in float32
 leaves it finite, for the largest numbers are much further apart."""
@@ -67,7 +67,7 @@ def apply(adapter: Adapter, params: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Refuse an optimiser that is not here."""
+    """Refuse an optimiser that is not in ``OPTIMIZERS``."""
     _find(config)
 
 
@@ -109,7 +109,7 @@ def _clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
 def _update(
     adapter: Adapter, optimizer: Optimizer, grads: list[Tensor], grad_norm: float, fields: Mapping[str, float]
 ) -> tuple[bool, float]:
-    """Update the adapter unless the result were not finite; whether it was, and the norm of the change."""
+    """Update the adapter unless the result is not finite; return whether it was finite, and the norm of the change."""
     pairs = adapter.moments or {name: _zeros(adapter.weights) for name in optimizer.moments}
     weights, moments = flatten(adapter.weights), [flatten(pairs[name]) for name in optimizer.moments]
     old_weights = [weight.clone() for weight in weights]

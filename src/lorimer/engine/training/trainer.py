@@ -1,8 +1,8 @@
-"""Forward and backward passes over datums of any number of operations, runs, ranks and losses at once.
+"""Forward and backward passes over the datums of many operations, runs, ranks and losses together.
 
 Sequences are laid on one token axis, cut by a token budget, run through the base with every run's adapter on its own
-tokens, and scored; gradients are collected aside and handed to the runs only when the whole batch has succeeded, so
-a failure leaves every run as it was. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
+tokens, and scored. Gradients are added to the runs only when the whole batch has succeeded, so a failure changes no
+run. Optimiser steps are in ``optim.py``; the scheduler chooses what makes a batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +28,17 @@ from lorimer.errors import InvalidInput
 
 @dataclass(frozen=True)
 class TrainItem:
-    """An operation that was checked, and the run it belongs to."""
+    """A validated operation and the run it belongs to."""
 
     operation: CheckedOperation
     adapter: Adapter
     images: Sequence[SequenceImages | None] = ()
-    """Of each datum; empty where no datum has any."""
+    """The images of each datum; empty if no datum has any."""
 
 
 @dataclass
 class _Outcome:
-    """What an operation has come to so far."""
+    """The results of an operation so far."""
 
     logprobs: list[Tensor | None]
     metrics: MetricSums | None = None
@@ -52,7 +52,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One datum on its way through a pass."""
+    """One datum as a sequence of a pass; ``item`` and ``datum`` are its indices in the batch."""
 
     item: int
     datum: int
@@ -64,7 +64,7 @@ class _Sequence:
 
 
 class _OperationFailed(Exception):
-    """One operation of a batch cannot be done; the others can."""
+    """One operation of a batch fails; the others are computed without it."""
 
     def __init__(self, item: int, error: Exception) -> None:
         self.item, self.error = item, error
@@ -81,7 +81,7 @@ class Trainer:
     def run(
         self, batch: list[TrainItem], between_passes: Callable[[], None] | None = None
     ) -> list[TrainResult | Exception]:
-        """Results in the order of ``batch``; an operation that cannot be done fails alone and changes nothing.
+        """Return results in the order of ``batch``; an operation that fails does so alone and changes nothing.
 
         ``between_passes`` may use the model, but not the runs of the batch.
         """
@@ -91,7 +91,7 @@ class Trainer:
             results = self.run(batch[: failure.item] + batch[failure.item + 1 :], between_passes)
             return [*results[: failure.item], failure.error, *results[failure.item :]]
         except Exception as error:
-            # Nobody knows whose fault it is: each alone.
+            # The cause is unknown, so compute each operation alone.
             return [self.run([item], between_passes)[0] for item in batch] if len(batch) > 1 else [error]
 
     def _run_together(self, batch: list[TrainItem], between_passes: Callable[[], None] | None) -> list[TrainResult]:
@@ -112,7 +112,7 @@ class Trainer:
         return [_result(outcome, balance) for outcome in outcomes]
 
     def _passes(self, batch: list[TrainItem], sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
-        """Sequences that are computed together: by run, so that each adapter owns one slice of the token axis."""
+        """Yield the sequences of each pass, sorted by run so that each adapter owns one slice of the token axis."""
         # Runs in the order they come in the batch, so that the same batch always gives the same bits.
         order = {id(item.adapter): i for i, item in reversed(list(enumerate(batch)))}
         for is_trained in (False, True):
@@ -145,7 +145,7 @@ class Trainer:
         outcomes: list[_Outcome],
         gradients: dict[int, Pairs],
     ) -> list[Tensor]:
-        """One packed pass; answers tokens per expert of each MoE layer."""
+        """Compute one packed pass; return the tokens per expert of each MoE layer."""
         lengths = [len(s.tokens) for s in sequences]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         adapters = [batch[s.item].adapter for s in sequences]
@@ -183,7 +183,7 @@ class Trainer:
         owner: AdapterSlice,
         outcome: _Outcome,
     ) -> None:
-        """Log probabilities, loss and metrics of a block, and the gradient of its hidden states where wanted."""
+        """Compute log probabilities, loss and metrics of a block, and its gradient if ``d_x_NH`` is given."""
         targets = torch.cat([s.targets for s in block])
         inputs = {name: torch.cat([s.inputs[name] for s in block]) for name in block[0].inputs}
         operation = item.operation
@@ -224,7 +224,7 @@ class Trainer:
         outcome: _Outcome,
         item: int,
     ) -> Tensor:
-        """Score positions whose loss may depend on one another; answers the gradient of the log probabilities."""
+        """Score positions whose loss may depend on each other; return the gradient of the log probabilities."""
         if operation.loss_fn != "custom":
             total, d_logprobs, metrics = evaluate(LOSSES[operation.loss_fn], logprobs, inputs, operation.config)
             _finite(total, item)
@@ -250,7 +250,7 @@ def _finite(value: Tensor, item: int) -> Tensor:
 def _slices(
     adapters: list[Adapter], starts: list[int], lengths: list[int], gradients: dict[int, Pairs] | None
 ) -> list[AdapterSlice]:
-    """One slice for each adapter, with buffers for its gradient unless ``gradients`` is ``None``."""
+    """Return one slice for each adapter, with buffers for its gradient unless ``gradients`` is ``None``."""
     slices = []
     for _, members in groupby(range(len(adapters)), key=lambda i: id(adapters[i])):
         indices = list(members)
@@ -270,7 +270,7 @@ def _slices(
 def _blocks(
     sequences: list[_Sequence], starts: list[int], batch: list[TrainItem]
 ) -> list[tuple[list[_Sequence], slice]]:
-    """Neighbours that are scored together: those of one operation, where positions are scored alone."""
+    """Group neighbours that are scored together: those of one operation, if its loss is local to a token."""
 
     def key(i: int) -> tuple[int, ...]:
         sequence = sequences[i]

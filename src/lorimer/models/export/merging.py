@@ -1,9 +1,9 @@
-"""Adds an adapter to the weights of its base model: reads a Hugging Face directory and writes one, shard by shard.
+"""Merge an adapter into the weights of its base model: read a Hugging Face directory and write one, shard by shard.
 
 At most one shard and the change of one weight are in memory. A weight keeps the name it is stored under: where
 transformers fuses stored weights as it loads them (experts), the change is cut up by its own rules, which are linear.
 An adapter of the head unties a head that is tied to the embedding. Every trained weight is changed exactly once, or
-the merge is refused. Whether the result computes the same is `models/export/check.py`'s question.
+the merge is refused. `models/export/check.py` checks the result.
 """
 
 import json
@@ -37,7 +37,7 @@ from lorimer.errors import CheckpointError, ModelRefused
 
 Progress = Callable[[str, float | None], None]
 MergedDtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""Of the merged weights; ``auto`` keeps the one each weight is stored in."""
+"""Dtype of the merged weights; ``auto`` keeps that of each stored weight."""
 
 _SHARD_BYTES = 2 << 30
 _COPIED = (
@@ -101,7 +101,7 @@ class LoadedAdapter:
         self.unties = is_tied(self.model) and self.head in self.by_weight
 
     def change(self, weight: str) -> Tensor:
-        """What the adapter adds to a weight, float32, in the layout of the loaded model."""
+        """Return what the adapter adds to a weight, float32, in the layout of the loaded model."""
         change = torch.zeros(self.model.get_parameter(weight).shape, dtype=torch.float32)
         for target in self.by_weight[weight]:
             a, b = self.pairs[target.name]
@@ -112,7 +112,7 @@ class LoadedAdapter:
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
-    """The architecture of a model without its weights."""
+    """Build the architecture of a model without its weights."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except ValueError as error:
@@ -124,7 +124,7 @@ def empty_model(directory: Path) -> PreTrainedModel:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the output head is the embedding."""
+    """Return whether the output head is the embedding."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return head.weight is embedding.weight
@@ -139,7 +139,7 @@ def _weight_name(model: PreTrainedModel, target: LoraTarget) -> str:
 
 
 def merge(adapter: LoadedAdapter, base: Path, out: Path, dtype: MergedDtype, progress: Progress) -> set[torch.dtype]:
-    """Write the merged model into the empty directory ``out``; the dtypes of the weights that were changed."""
+    """Write the merged model into the empty directory ``out``; return the dtypes of the weights that changed."""
     settings = _read_json(base / "config.json")
     if quantized := settings.get("quantization_config"):
         raise ModelRefused(
@@ -158,7 +158,7 @@ def merge(adapter: LoadedAdapter, base: Path, out: Path, dtype: MergedDtype, pro
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the model's files, in the order of files and names; nothing is read but headers."""
+    """List every tensor of the model's files, in the order of files and names, reading only headers."""
     index = directory / "model.safetensors.index.json"
     names = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     found: dict[str, Stored] = {}
@@ -171,7 +171,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def _plan(adapter: LoadedAdapter, stored: Mapping[str, Stored]) -> list[Written]:
-    """What is written, in order: the pieces of one weight stand together."""
+    """Return the tensors to write, in order; the pieces of one weight are consecutive."""
     loaded = _loaded_names(adapter.model, stored)
     pieces = {weight: _stored_pieces(adapter, weight, stored, loaded) for weight in adapter.by_weight}
     weight_of = {name: weight for weight, names in pieces.items() for name in names}
@@ -188,7 +188,7 @@ def _plan(adapter: LoadedAdapter, stored: Mapping[str, Stored]) -> list[Written]
 
 
 def _loaded_names(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """For weights that are loaded as they are: the stored name by the loaded one, as transformers renames them."""
+    """Map loaded names to stored names, for weights that transformers only renames."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -269,7 +269,7 @@ def _shards(stored: Mapping[str, Stored], written: list[Written], dtype: MergedD
 
 
 class _Changes:
-    """The changes of one weight at a time, each piece handed out once."""
+    """Computes the changes of one weight at a time, and returns each piece once."""
 
     def __init__(self, adapter: LoadedAdapter) -> None:
         self._adapter = adapter

@@ -1,7 +1,7 @@
 """The architectures that a GGUF file may have: names of their tensors, their settings, and what llama.cpp changes.
 
-What a file leaves out because llama.cpp knows it by heart (Gemma's attention scale, the pattern of sliding windows)
-stands here as llama.cpp has it. Everything else that a file says and that is not named here is refused.
+Values that llama.cpp hard-codes and files omit (Gemma's attention scale, the pattern of sliding windows) are copied
+from it. A setting of a file that is not named here is refused.
 """
 
 import math
@@ -38,7 +38,7 @@ class Architecture:
     """One value of ``general.architecture``."""
 
     model_type: str
-    """Of transformers."""
+    """Model type of transformers."""
     model_class: str
     blocks: Mapping[str, str]
     """llama.cpp's names of a layer's tensors, and transformers'."""
@@ -67,7 +67,7 @@ def number(settings: Settings, key: str, default: float | None = None) -> float:
 
 
 def _gemma(config: Mapping[str, Any], num_layers_of_27b: int) -> dict[str, Any]:
-    """What llama.cpp has for all Gemmas; the scale of attention differs in the largest, known by its layers."""
+    """Return llama.cpp's settings of all Gemmas; the largest, known by its layers, has another attention scale."""
     head_size: int = config["head_dim"]
     if config["num_hidden_layers"] == num_layers_of_27b:
         head_size = config["hidden_size"] // config["num_attention_heads"]

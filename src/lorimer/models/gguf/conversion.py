@@ -1,10 +1,10 @@
-"""Turns a GGUF file into a plain Hugging Face directory, without the hub and without llama.cpp.
+"""Convert a GGUF file into a plain Hugging Face directory, without the hub and without llama.cpp.
 
 Weights are dequantised to bfloat16 (tensors stored as float32 stay float32), what llama.cpp changes in them is undone,
 and the configuration says what the file says. A setting or tensor that is not understood is refused by its name,
-because a model that silently lacks a term still runs; the reader of transformers passes over those, so it is not used.
-Architectures are in `models/gguf/architectures.py`, bytes are read by `models/gguf/reader.py`, the tokenizer is
-`models/gguf/tokenizer.py`'s; caching and atomic placement are the caller's.
+because a model that silently lacks a term still runs; the reader of transformers ignores those, so it is not used.
+`architectures.py` lists the architectures, `reader.py` reads bytes and `tokenizer.py` converts the tokenizer; the
+caller caches the result and renames it into place.
 """
 
 import json
@@ -165,7 +165,7 @@ def _rope(file: GGUFFile, settings: Mapping[str, Any], head_dim: int) -> dict[st
 
 
 def _llama3_rope(factors_F: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """The numbers transformers wants, from what llama.cpp stores: the divisor of each frequency in Llama 3.1."""
+    """Return transformers' rotary parameters from those llama.cpp stores: each frequency's divisor in Llama 3.1."""
     factor, low, high, length = _shortest(float(factors_F.max())), 1.0, 4.0, 8192
     frequencies_F = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     turns_F = length * frequencies_F / (2 * math.pi)
@@ -186,7 +186,7 @@ def _llama3_rope(factors_F: torch.Tensor, theta: float, head_dim: int) -> dict[s
 
 
 def _stop_ids(metadata: Mapping[str, Any]) -> int | list[int] | None:
-    """The ids that end a text: end of text, and end of turn or message where the file has them."""
+    """Return the ids that end a text: end of text, and end of turn or message if the file has them."""
     ids = [special_id(metadata, role) for role in ("eos", "eot", "eom")]
     unique = list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
     return unique if len(unique) != 1 else unique[0]
@@ -220,7 +220,7 @@ def _check_tensors(file: GGUFFile, names: Mapping[str, str], config: Mapping[str
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the weights; experts as llama.cpp keeps them, gates apart from what they gate."""
+    """Return names and shapes of the weights, with experts as llama.cpp stores them: gate and up separately."""
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
         if name.endswith(".experts.gate_up_proj"):
@@ -254,7 +254,7 @@ def _weight(file: GGUFFile, tensor: GGUFTensor, kind: Architecture, head_dim: in
 
 
 def _unpermuted(values: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """llama.cpp interleaves the two halves that one rotary frequency turns; transformers keeps them apart."""
+    """Undo llama.cpp's interleaving of the two halves that one rotary frequency rotates."""
     return (
         values.reshape(-1, head_dim // 2, 2, values.shape[-1] if values.dim() > 1 else 1)
         .transpose(1, 2)
@@ -305,7 +305,7 @@ def _write_weights(
 
 
 def _named(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every expert under a name of its own, as in the directories of the hub."""
+    """Split stacked experts into one tensor for each, named as in directories of the hub."""
     before, is_expert, projection = name.partition(".experts.")
     if not is_expert:
         return {name: values}

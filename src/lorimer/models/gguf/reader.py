@@ -1,8 +1,7 @@
-"""Reads the header of a GGUF file and the bytes of its tensors, checking every length against the size of the file.
+"""Read the header of a GGUF file and the bytes of its tensors, checking every length against the size of the file.
 
 The reader of the `gguf` package trusts the counts it finds, so a torn or hostile file can make it loop or return short
-arrays; this one raises `ModelRefused` at the first byte that is missing. What the values mean is left to
-`models/gguf/conversion.py`.
+arrays; this one raises `ModelRefused` at the first byte that is missing. `conversion.py` interprets the values.
 """
 
 import math
@@ -45,7 +44,7 @@ class GGUFFile:
     tensors: tuple[GGUFTensor, ...]
 
     def read(self, tensor: GGUFTensor) -> "numpy.ndarray[Any, numpy.dtype[numpy.uint8]]":
-        """The raw bytes of `tensor`, one row of the array for each row of its last dimension."""
+        """Return the raw bytes of `tensor`, one row of the array for each row of its last dimension."""
         raw = numpy.fromfile(self.path, dtype=numpy.uint8, count=tensor.num_bytes, offset=tensor.offset)
         if raw.size != tensor.num_bytes:
             raise ModelRefused(f"{str(self.path)!r} is torn: it ends inside tensor {tensor.name!r}")
@@ -53,7 +52,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of the file at `path`; raises `ModelRefused` if the file is torn or not a GGUF of version 2 or 3."""
+    """Read the header of the file at `path`; raise `ModelRefused` if it is torn or not a GGUF of version 2 or 3."""
     with path.open("rb") as stream:
         cursor = _Cursor(stream, path.name, path.stat().st_size)
         if cursor.take(4, "the magic bytes") != b"GGUF":
@@ -84,7 +83,7 @@ def _alignment(metadata: Mapping[str, Any], file_name: str) -> int:
 
 
 def _placed(infos: list[GGUFTensor], cursor: "_Cursor", alignment: int) -> tuple[GGUFTensor, ...]:
-    """The tensors with offsets from the start of the file instead of the start of the data."""
+    """Return the tensors with offsets from the start of the file instead of the start of the data."""
     start = -(-cursor.position // alignment) * alignment
     placed: dict[str, GGUFTensor] = {}
     for info in infos:

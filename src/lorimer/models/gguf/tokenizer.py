@@ -79,7 +79,7 @@ def write_tokenizer(metadata: Mapping[str, Any], out: Path) -> None:
 
 
 def words_name(tokenizer: Tokenizer) -> str | None:
-    """The `tokenizer.ggml.pre` whose rule cuts a difficult text as this tokenizer does; None if there is none."""
+    """Return the `tokenizer.ggml.pre` whose rule splits a difficult text as this tokenizer does; None without one."""
     if tokenizer.pre_tokenizer is None or not isinstance(tokenizer.model, models.BPE):
         return None
     wanted = _cut(tokenizer.pre_tokenizer)
@@ -93,7 +93,7 @@ def _cut(splitter: pre_tokenizers.PreTokenizer) -> list[str]:
 def special_id(
     metadata: Mapping[str, Any], role: Literal["bos", "eos", "eot", "eom", "unknown", "padding"]
 ) -> int | None:
-    """The id of the token with this role, or None if the file gives it none."""
+    """Return the id of the token with this role, or None if the file names none."""
     token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
     if token_id is None:
         return None
@@ -111,7 +111,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    """The ids of the tokens text can become; the unused ones only fill the embedding up to its size."""
+    """Return the ids of tokens that text can become; unused ones only pad the embedding."""
     vocab: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind == _UNUSED:
@@ -172,7 +172,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kinds: list[i
 
 
 def _merges_by_score(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: each cut of a token is a merge with its score."""
+    """Return the merges of SentencePiece, which joins the neighbours whose union has the best score."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise ModelRefused(
@@ -196,7 +196,7 @@ def _merges_by_score(metadata: Mapping[str, Any], tokens: list[str], kinds: list
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens (`<|im_end|>`) are special, user-defined ones (`<think>`) are not; neither is ever cut."""
+    """Add tokens that are never split: control tokens (`<|im_end|>`) as special, user-defined ones (`<think>`) not."""
     named = list(zip(tokens, kinds, strict=True))
     special = [AddedToken(t, normalized=False, special=True) for t, k in named if k in (_UNKNOWN, _CONTROL)]
     tokenizer.add_special_tokens(special)
@@ -204,7 +204,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int])
 
 
 def _frame(metadata: Mapping[str, Any], tokens: list[str]) -> processors.PostProcessor:
-    """What is put around a text: the begin and end tokens the file asks for, or llama.cpp's default for its kind."""
+    """Return the processor that adds begin and end tokens: those the file asks for, or llama.cpp's default."""
     is_bos_usual = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     bos, eos = special_id(metadata, "bos"), special_id(metadata, "eos")
     first = [tokens[bos]] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", is_bos_usual) else []

@@ -1,7 +1,7 @@
-"""Runs llama.cpp's converter, in a process of its own: `python -P driver.py ROOT PRE ARGUMENTS...`.
+"""Runs llama.cpp's converter, in a process of its own: `python -P llama_cpp.py ROOT PRE ARGUMENTS...`.
 
 ROOT is a checkout of llama.cpp, or a zip archive of its converter. PRE names the rule by which text is cut for
-tokenizers that the converter does not know by heart; it may be empty. Imports nothing of Lorimer.
+tokenizers that the converter does not recognise; it may be empty. Imports nothing of Lorimer.
 """
 
 import importlib
