@@ -18,9 +18,9 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo",
 _SHOWN_CHARS = 200
 
 
-def check_count(what: str, number: int, most: int, setting: str) -> None:
-    if number > most:
-        raise TooLarge(f"{what} is {number}; at most {most} is accepted ({setting})")
+def check_count(what: str, number: int, maximum: int, setting: str) -> None:
+    if number > maximum:
+        raise TooLarge(f"{what} is {number}; at most {maximum} is accepted ({setting})")
 
 
 def check_chunks(where: str, model_input: ModelInput) -> int:
