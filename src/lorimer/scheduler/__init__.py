@@ -1,1 +1,4 @@
-"""The order in which operations run, how they are batched, the journal, and who is waiting. Runs in the API process."""
+"""Orders and batches operations, keeps the journal, and delivers results to waiting clients.
+
+Runs in the API process.
+"""

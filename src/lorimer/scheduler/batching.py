@@ -13,7 +13,7 @@ from lorimer.scheduler.runs import BARRIER_TOKENS, Operation
 
 @dataclass(frozen=True)
 class Queue:
-    """What one run offers, in its order."""
+    """The operations that one run offers, in order."""
 
     user_id: str
     operations: Sequence[Operation]
@@ -32,10 +32,10 @@ class Turn:
 def next_turn(
     queues: Sequence[Queue], served: Callable[[str], float], token_budget: int, *, alone: bool = False
 ) -> Turn:
-    """The next turn; empty if nothing waits. With ``alone`` it has one operation.
+    """Choose the next turn; empty if nothing waits. With ``alone`` it has a single operation.
 
-    Training goes to the user who was served least, counting what this turn already gives, one operation at a time,
-    until the budget is full. An operation larger than the budget gets a turn of its own.
+    Training goes to the least served user, counting what this turn already gives, one operation at a time, until the
+    budget is full. An operation larger than the budget gets its own turn.
     """
     queues = [queue for queue in queues if queue.operations]
     if alone:
@@ -50,7 +50,7 @@ def next_turn(
 
 
 def _prefix(queue: Queue, token_budget: int) -> list[Operation]:
-    """What can be computed before the run's next barrier, no more than fits."""
+    """Return the operations before the run's next barrier that fit into the budget."""
     prefix: list[Operation] = []
     room = token_budget
     for operation in queue.operations:
@@ -62,7 +62,7 @@ def _prefix(queue: Queue, token_budget: int) -> list[Operation]:
 
 
 def _fill(queues: Sequence[Queue], accounts: dict[str, float], token_budget: int) -> list[Operation]:
-    # Of each user, the runs by how long their next operation has waited; the numbers only break ties.
+    # Per user, the runs ordered by how long their next operation has waited; the numbers only break ties.
     by_user: dict[str, list[tuple[float, int, list[Operation]]]] = {}
     for number, queue in enumerate(queues):
         if prefix := _prefix(queue, token_budget)[::-1]:

@@ -41,7 +41,7 @@ from lorimer.store.runs import Run
 
 @dataclass
 class SentTurn:
-    """A turn with the engine."""
+    """A turn sent to the engine."""
 
     operations: list[Operation]
     unanswered: dict[Flight, Operation] = field(default_factory=dict)
@@ -51,27 +51,27 @@ class Core:
     """The state of one engine's scheduler, and every decision about it."""
 
     def __init__(self, name: str, limits: SchedulerLimits, weights: Path, snapshots: Path, seed: int) -> None:
-        """``seed`` makes the names of the directories that engines write; they must never repeat."""
+        """``seed`` generates the names of the directories that engines write; they must never repeat."""
         self.name, self.limits = name, limits
         self.weights, self.snapshots = weights, snapshots
         self.now = 0.0
         self.engine = 0
-        """How many engines have ended; tells replies of an earlier one apart."""
+        """How many engines have ended; distinguishes replies of an earlier engine."""
         self.is_ready = self.is_starting = False
         self.token_budget = 0
         self.runs: dict[str, RunState] = {}
-        """Those in the engine, and those with something to do."""
+        """Runs in the engine, and runs with work to do."""
         self.held: dict[str, RunState] = {}
-        """Those restoring or loaded."""
+        """Runs being restored or loaded."""
         self.ready: dict[str, RunState] = {}
-        """Those with operations that can be sent to the engine now."""
+        """Runs with operations that can be sent to the engine now."""
         self.leaving: dict[str, RunState] = {}
-        """Those being saved to make room."""
+        """Runs being saved before their eviction."""
         self.waiting = policies.WaitingRuns()
         self.open: dict[str, Operation] = {}
-        """Committed requests that are not answered, by request_id."""
+        """Committed requests without a result, by request_id."""
         self.turns: list[SentTurn] = []
-        """With the engine, in the order they were sent."""
+        """Turns sent to the engine, in order."""
         self.turn_began = 0.0
         self.fair = FairShare()
         self.trained = TokenRate()
@@ -89,7 +89,7 @@ class Core:
         self._names = random.Random(seed)
 
     def handle(self, happened: Iterable[Event], now: float) -> list[Effect]:
-        """Take in what happened, decide what to do next, and return it in the order it must be done."""
+        """Process events, decide what to do next, and return the effects in the order they must be performed."""
         self.now = now
         for event in happened:
             self._dispatch(event)
@@ -150,7 +150,7 @@ class Core:
         self._effects.append(effect)
 
     def commit(self, transaction: journal.Transaction, run: RunState | None = None) -> None:
-        """Have a transaction committed; ``run`` is not restored from its journal before that ends."""
+        """Commit a transaction. ``run`` is not restored from its journal before the transaction ends."""
         self._commits[transaction] = run
         if run is not None:
             run.count_commit(1)
@@ -170,15 +170,15 @@ class Core:
         self.emit(Report("error", message, run.model_id, error))
 
     def new_name(self) -> str:
-        """Return a name for a directory; it never repeats."""
+        """Return a unique name for a directory."""
         return self._names.randbytes(16).hex()
 
     def touch(self, run: RunState) -> None:
-        """Look at a run again before this turn of the loop ends; it may be able to go on."""
+        """Mark a run to be looked at again before this turn of the loop ends."""
         self._touched[run] = None
 
     def _settle(self) -> None:
-        """Let every run that changed go on as far as it can, and index it anew."""
+        """Advance every run that changed as far as possible, and update the indexes."""
         while self._touched:
             run = next(iter(self._touched))
             del self._touched[run]
@@ -202,7 +202,7 @@ class Core:
             self.emit(Refuse(operation, error))
             return
         operation.received = self.now
-        # From here on a run that is being restored knows that this seq_id is about to be committed.
+        # From here on, a run that is being restored knows that this seq_id is about to be committed.
         run.operations.setdefault(operation.seq_id, operation)
         self.commit(journal.Accept(operation, run.has_passed(operation.seq_id), self.limits.max_stored_bytes))
 
@@ -224,9 +224,10 @@ class Core:
         return None
 
     def adopts(self, operation: Operation, row: FutureRow, is_new: bool) -> bool:
-        """Return whether ``operation`` is to carry out the row just committed.
+        """Return whether ``operation`` executes the row just committed.
 
-        So is a row that nobody carries out: its first submit was answered with an error although it was committed.
+        A row that nobody executes is adopted too: its first submit was answered with an error although it was
+        committed.
         """
         if not is_new and (row.state != "queued" or row.request_id in self.open):
             return False
@@ -265,7 +266,7 @@ class Core:
         self.num_open += 1
 
     def _recover(self, event: events.Recovered) -> None:
-        """Take an operation that an earlier server had accepted."""
+        """Take over an operation that an earlier server accepted."""
         operation = event.operation
         operation.received = self.now
         self.open[operation.request_id] = operation
@@ -286,7 +287,7 @@ class Core:
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send_turn(self, turn: Turn) -> None:
-        """Send a turn to the engine, all of it before anything else."""
+        """Send a whole turn to the engine before anything else."""
         if not self.turns:
             self.turn_began = self.now
         sent = SentTurn(turn.operations)
@@ -324,7 +325,7 @@ class Core:
 
     def _replied(self, to: events.ReplyTo, reply: messages.Result | Exception) -> None:
         if isinstance(reply, EngineDied):
-            return  # `EngineEnded` follows, and sets everything back
+            return  # `EngineEnded` follows, and resets everything
         match to:
             case events.OperationReply(operation=operation, flight=flight):
                 flight.replies.append(reply)
@@ -347,13 +348,13 @@ class Core:
                     self.sampling.sampler_loaded(name, reply)
 
     def _discard_stale(self, flight: Flight) -> None:
-        """Delete what the engine wrote for an operation that is not in this flight any more."""
+        """Delete what the engine wrote for an operation that is no longer in this flight."""
         self._account(flight)
         if flight.target is not None:
             self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
 
     def _complete(self, operation: Operation, flight: Flight) -> None:
-        """Take the engine's last reply to an operation."""
+        """Process the engine's last reply to an operation."""
         if isinstance(operation, Sample):
             self.sampling.complete(operation, flight)
             return
@@ -373,14 +374,14 @@ class Core:
             run.end_load(operation)
         else:
             operation.advance("committing")
-            if operation.kind != "load_weights":  # it ends with a snapshot; `snapshots.advance_load` commits it
+            if operation.kind != "load_weights":  # a load ends with a snapshot, which `snapshots.advance_load` commits
                 self.commit(
                     journal.FinishOperation(operation, run.row, flight, self.weights, self.limits.max_stored_bytes), run
                 )
         self.touch(run)
 
     def _account(self, flight: Flight) -> None:
-        """Charge a turn's time to its runs once all of it is answered."""
+        """Charge a turn's time to its runs once all its replies have arrived."""
         for turn in self.turns:
             turn.unanswered.pop(flight, None)
         done = [turn for turn in self.turns if not turn.unanswered]
@@ -400,7 +401,7 @@ class Core:
     def _refuse(
         self, run: RunState, operation: Operation, flight: Flight, error: Exception, *, is_applied: bool = False
     ) -> None:
-        """Fail an operation. ``is_applied``: the engine carried it out, but it cannot be committed."""
+        """Fail an operation. ``is_applied``: the engine executed it, but its result cannot be committed."""
         if flight.target is not None:
             self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
         if not isinstance(error, LorimerError):
@@ -410,15 +411,15 @@ class Core:
             self.corrupt(run, f"operation {operation.seq_id} failed when it was replayed: {error}")
             return
         self.fail(operation, self._explain(flight, error))
-        # The first command of a load, which ends with a snapshot, may have been carried out.
+        # The engine may have executed the first command of a load, which ends with a snapshot.
         is_applied |= operation.kind == "load_weights" and not isinstance(flight.replies[0], Exception)
         run.end_load(operation)
         if is_applied and operation.kind in REPLAYED and run.phase == "loaded":
-            # The engine's run is not what the journal says: restore it, and compute what follows again.
+            # The engine's run differs from the journal: restore it, and replay what follows.
             restoring.drop(self, run)
 
     def _explain(self, flight: Flight, error: LorimerError) -> LorimerError:
-        """Return the engine's error as its caller sees it: a failed save is the server's trouble, not the caller's."""
+        """Return the engine's error as the caller sees it. A failed save is a server error, not a user error."""
         text = str(error)
         if flight.target is None:
             return error
@@ -427,14 +428,14 @@ class Core:
         return error if isinstance(error, InvalidInput) else EngineError(text)
 
     def redact(self, text: str) -> str:
-        """Name files as below the data directory: where that is does not concern users."""
+        """Replace the path of the data directory, which users must not see."""
         directory = str(self.weights.parent)
         return text.replace(f"{directory}/", "").replace(directory, "the data directory")
 
     # ── ends ──────────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, operation: Operation, error: Exception, state: FutureState = "failed") -> None:
-        """Commit the failure of an operation; those who wait for it are told then."""
+        """Commit the failure of an operation. Its waiters are notified after the commit."""
         operation.advance("committing")
         operation.flight = None
         is_users = isinstance(error, InvalidInput | CheckpointError | Gone | Cancelled)
@@ -442,7 +443,7 @@ class Core:
         self.commit(fail, self.runs.get(operation.lane))
 
     def resolve(self, operation: Operation, outcome: Outcome) -> None:
-        """The end of an operation is committed."""
+        """Finish an operation whose end is committed."""
         operation.advance("done" if outcome.state == "done" else "failed")
         operation.flight = None
         self.open.pop(operation.request_id, None)
@@ -456,7 +457,7 @@ class Core:
         self.emit(Resolve(operation, outcome))
 
     def corrupt(self, run: RunState, reason: str) -> None:
-        """Give a run up, with everything that waits for it."""
+        """Mark a run as corrupted and fail everything that waits for it."""
         if run.phase == "loaded":
             restoring.drop(self, run)
         reason = self.redact(reason)
@@ -561,9 +562,9 @@ class Core:
             self.emit(events.StartEngine())
 
     def _engine_ended(self, reason: str, is_final: bool) -> None:
-        """Set everything back to what the journal has. ``is_final``: no engine can be had for this model."""
+        """Reset everything to the state of the journal. ``is_final``: no engine can be started for this model."""
         self.is_ready = False
-        self.is_starting = True  # the engine slot starts the next one by itself
+        self.is_starting = True  # the engine slot restarts the engine by itself
         self.engine += 1
         self._blame(reason)
         self.turns.clear()
@@ -582,7 +583,7 @@ class Core:
                 self.emit(events.StopRetrying())
 
     def _blame(self, reason: str) -> None:
-        """Note what the engine may have ended over: the first turn it had not finished, and runs being restored."""
+        """Record what may have killed the engine: the first unfinished turn, and the runs being restored."""
         operations = list(self.turns[0].unanswered.values()) if self.turns else []
         runs = {run for run in self.held.values() if run.phase == "restoring"}
         runs |= {self.runs[operation.lane] for operation in operations if operation.is_replay}
@@ -607,7 +608,7 @@ class Core:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether the engine gets only suspects, one at a time, to find out what ends engines."""
+        """Whether only suspects run, one at a time, to find out what kills engines."""
         if self.suspects:
             self.suspects = [suspect for suspect in self.suspects if suspect.is_suspect]
         return bool(self.suspects)
@@ -647,7 +648,7 @@ class Core:
         self.forget_idle()
 
     def forget_idle(self) -> None:
-        """Drop runs that the store knows as well."""
+        """Drop runs about which the store knows everything."""
         for model_id in [model_id for model_id, run in self.runs.items() if run.is_forgettable]:
             del self.runs[model_id]
 
@@ -666,7 +667,7 @@ def late(operation: Operation) -> InvalidInput:
 def barrier_commands(
     core: Core, operation: Operation, payload: AnyPayload
 ) -> tuple[list[messages.Command], str | None]:
-    """Return the commands that carry out an operation, in order, and the name of the directory they write."""
+    """Return the commands that execute an operation, in order, and the name of the directory they write."""
     request_id, model_id = operation.request_id, operation.lane
     match payload:
         case OptimStep(params=params):

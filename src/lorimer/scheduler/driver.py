@@ -1,6 +1,6 @@
-"""Runs one core: takes its events in, hands them over turn by turn, and performs the effects it asks for.
+"""Runs one core: collects its events, passes them in turn by turn, and performs the effects it asks for.
 
-Everything that waits is here: transactions, the engine, timers, files. Nothing is decided here.
+Everything that waits is here: transactions, the engine, timers, files. All decisions are in the core.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Driver:
         self.inbox = Inbox()
         self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
         self.streams: dict[str, DirectSample] = {}
-        """Direct samples under way, by request_id."""
+        """Direct samples in progress, by request_id."""
         self._store, self._directory, self._results, self._usage = store, directory, results, usage
         self._known_losses = known_losses
         self._registered_losses: set[str] = set()
@@ -68,7 +68,7 @@ class Driver:
         self._engine_waiters: list[asyncio.Future[ModelInfo]] = []
         self._background: set[asyncio.Future[None]] = set()
         self._commits: set[asyncio.Future[object]] = set()
-        """Transactions under way."""
+        """Transactions in progress."""
         self._is_storage_given_up = self._is_ended = False
         self._closed = asyncio.Event()
 
@@ -78,18 +78,21 @@ class Driver:
         self.inbox.post(event)
 
     async def submit(self, operation: Operation, event: Event) -> events.Admit:
-        """Hand a request to the core and wait until it is accepted. The request goes on if the caller gives up."""
+        """Submit a request to the core and wait until it is accepted.
+
+        The request continues if the caller is cancelled.
+        """
         answer: asyncio.Future[events.Admit] = asyncio.get_running_loop().create_future()
         self._submits[operation] = answer
         self.inbox.post(event)
         return await asyncio.shield(answer)
 
     async def info(self) -> ModelInfo:
-        """Return what the engine says of its model; start it if need be."""
+        """Return the engine's description of its model; start the engine if necessary."""
         return self.slot.info if self.slot.info is not None else await self.ready()
 
     async def ready(self) -> ModelInfo:
-        """Wait for an engine that is ready; start it if need be."""
+        """Wait for a ready engine; start it if necessary."""
         if self.slot.is_ready and self.slot.info is not None:
             return self.slot.info
         if self.slot.state == "closed":
@@ -126,11 +129,11 @@ class Driver:
         await self._closed.wait()
 
     def stop_waiting_for_storage(self) -> None:
-        """From now on a transaction that the storage refuses fails; the next start takes its operation up."""
+        """Stop retrying transactions that the storage refuses. The next start recovers their operations."""
         self._is_storage_given_up = True
 
     async def end(self, reason: str = "the server is shutting down") -> None:
-        """End the engine, whatever it is doing; answer everybody who waits for anything but a committed request."""
+        """Stop the engine, and fail all waiters except those of committed requests."""
         self.stop_waiting_for_storage()
         self._is_ended = True
         await self.slot.close()
@@ -149,7 +152,7 @@ class Driver:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Run until cancelled. An exception is a defect: what the core has in memory cannot be trusted after it."""
+        """Run until cancelled. An exception is a bug: the core's state cannot be trusted after it."""
         while True:
             happened = [self._observe(event) for event in await self.inbox.take()]
             effects = self.core.handle([event for event in happened if event is not None], time.monotonic())
@@ -157,7 +160,7 @@ class Driver:
                 self._perform(effect)
 
     def _observe(self, event: object) -> Event | None:
-        """Note what concerns the driver itself, and return the event that the core is told."""
+        """Update the driver's own state, and return the event for the core."""
         match event:
             case SampleProgress(request_id=request_id, tokens=tokens):
                 if (stream := self.streams.get(request_id)) is None:
@@ -198,7 +201,7 @@ class Driver:
             case events.Refuse(operation=operation, error=error):
                 answer = self._submits.pop(operation)
                 answer.set_exception(error)
-                answer.exception()  # the caller may have gone
+                answer.exception()  # retrieve the exception; the caller may have disconnected
             case events.SetTimer(timer=timer, seconds=seconds):
                 asyncio.get_running_loop().call_later(seconds, self.inbox.post, events.TimerFired(timer))
             case events.CancelSample(request_id=request_id):
@@ -221,7 +224,7 @@ class Driver:
     # ── the database ──────────────────────────────────────────────────────────────────────────────────
 
     def _commit(self, transaction: journal.Transaction, pause: float) -> None:
-        """Run a transaction, again and again while the storage fails."""
+        """Run a transaction, and retry it while the storage fails."""
         if self._is_ended:
             return
         run = self._store.submit_read if transaction.only_reads else self._store.submit
@@ -249,7 +252,7 @@ class Driver:
         if self._is_storage_given_up or is_submit:
             self.inbox.post(events.CommitFailed(transaction, error))
             return
-        log.error("the storage fails, trying again in %.1f s: %s", pause, error)
+        log.error("the storage failed, retrying in %.1f s: %s", pause, error)
         later = min(2 * pause, MAX_PAUSE_SECONDS)
         asyncio.get_running_loop().call_later(pause, self._commit, transaction, later)
 
@@ -340,7 +343,7 @@ class Driver:
         self.inbox.post(events.Verified(model_id, name, found))
 
     async def _discard(self, paths: list[Path]) -> None:
-        """Delete what an engine has written, also in part."""
+        """Delete directories that an engine has written, complete or not."""
 
         def remove() -> None:
             for path in paths:
@@ -350,4 +353,4 @@ class Driver:
         try:
             await asyncio.to_thread(remove)
         except StorageError as error:
-            log.warning("left for the next start to remove: %s", error)
+            log.warning("cannot delete; the next start deletes it: %s", error)

@@ -1,8 +1,7 @@
-"""Keeps one engine running: starts it when it is needed, notices its death or silence, and starts it again.
+"""Keeps one engine running: starts it on demand, detects that it died or hangs, and restarts it.
 
-It knows nothing of runs or samples. Whatever an engine says becomes an event in the inbox: `EngineReady`,
-`EngineEnded`, `Replied` and `SampleProgress`. A command given to an engine that then ends is replied to with
-``EngineDied``.
+Knows nothing of runs or samples. Everything an engine sends becomes an event in the inbox: `EngineReady`,
+`EngineEnded`, `Replied` and `SampleProgress`. Commands of an engine that ends are answered with ``EngineDied``.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ State = Literal["idle", "starting", "ready", "failed", "closed"]
 
 
 class EngineSlot:
-    """A place for one engine process after another."""
+    """Holds one engine process at a time."""
 
     def __init__(self, name: str, config: EngineConfig, inbox: Inbox, *, stall_seconds: float) -> None:
         self.name, self.config = name, config
@@ -37,9 +36,9 @@ class EngineSlot:
         self.stage = ""
         """What a starting engine is doing, with percent."""
         self.error: str = ""
-        """Why the last one ended or could not start, for users."""
+        """Why the last engine ended or failed to start, for users."""
         self.refusal: InvalidInput | None = None
-        """Set when the model itself is the trouble: it is not there, or cannot be served."""
+        """Set if the model itself is the reason: it is missing, or cannot be served."""
         self.info: ModelInfo | None = None
         self.num_deaths = 0
         self._inbox = inbox
@@ -55,7 +54,7 @@ class EngineSlot:
 
     @property
     def is_ready(self) -> bool:
-        """Whether commands can be sent. An engine may have ended although its end is not handled yet."""
+        """Whether commands can be sent. The engine may have ended although its end is not handled yet."""
         return self.state == "ready" and self._process is not None and self._process.is_alive
 
     @property
@@ -63,7 +62,7 @@ class EngineSlot:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start an engine unless one is there or about to be."""
+        """Start an engine unless one is running or starting."""
         if self.state in ("idle", "failed") and self._restart is None:
             self._spawn()
 
@@ -82,7 +81,7 @@ class EngineSlot:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _on_event(self, event: LoadProgress | SampleProgress) -> None:
-        """Called on the reading thread."""
+        """Post an event; called on the reader thread."""
         self._last_heard = time.monotonic()
         if isinstance(event, SampleProgress):
             self._inbox.post_threadsafe(event)
@@ -91,7 +90,7 @@ class EngineSlot:
 
     def _loaded(self, process: EngineProcess) -> None:
         if process is not self._process or self.state == "closed" or process.ready.exception() is not None:
-            return  # what went wrong is in the process's end
+            return  # the error is reported when the process ends
         self.info, self.state, self.stage, self._failures_in_a_row = process.ready.result(), "ready", "", 0
         log.info("engine ready", extra={"model": self.name, "pid": process.pid})
         self._inbox.post(EngineReady(self.info))
@@ -101,12 +100,12 @@ class EngineSlot:
             return
         was_ready = self.state == "ready"
         self._process = None
-        self._loop.run_in_executor(None, process.close)  # its socket and threads
+        self._loop.run_in_executor(None, process.close)  # closes its socket and threads
         self.num_deaths += 1
         failure = process.ready.exception() if process.ready.done() else None
         reason = str(failure) if isinstance(failure, LorimerError) else reason
         log.error("engine ended: %s", reason, extra={"model": self.name})
-        # Users are told the model's name; where the operator keeps it is in the log.
+        # Users see the model's name; its path is only in the log.
         self.error = reason.replace(self.config.model, self.name)
         self.refusal = type(failure)(self.error) if isinstance(failure, InvalidInput) else None
         self.state = "failed"
@@ -118,7 +117,7 @@ class EngineSlot:
         self._inbox.post(EngineEnded(self.error, is_final=self.refusal is not None))
 
     def stop_retrying(self) -> None:
-        """Leave a failed engine alone until it is needed again."""
+        """Do not restart a failed engine until it is needed again."""
         if self._restart is not None and self.state == "failed":
             self._restart.cancel()
             self._restart = None
@@ -126,14 +125,14 @@ class EngineSlot:
     # ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, command: Command, to: ReplyTo) -> None:
-        """Send a command now; commands are computed in the order they are sent."""
+        """Send a command now. The engine executes commands in the order they are sent."""
         try:
             self._expect([self._ready_process().submit(command)], [to])
         except LorimerError as error:
             self._inbox.post(Replied(to, error))
 
     def train(self, batch: TrainBatch, to: list[ReplyTo]) -> None:
-        """Send a batch; each of its operations is replied to."""
+        """Send a batch. Each of its operations gets a reply."""
         try:
             self._expect(self._ready_process().train(batch), to)
         except LorimerError as error:
@@ -158,7 +157,7 @@ class EngineSlot:
             future.add_done_callback(partial(self._reply, self._process, one))
 
     def _reply(self, process: EngineProcess | None, to: ReplyTo, future: "Future[Result]") -> None:
-        """Called on the reading thread."""
+        """Post a reply; called on the reader thread."""
         error = future.exception()
         if process is self._process:
             self._last_heard = time.monotonic()
@@ -172,9 +171,9 @@ class EngineSlot:
         self._watch = self._loop.call_later(seconds, self._check_progress)
 
     def _check_progress(self) -> None:
-        """Ask an engine that has work and is silent whether it is there; replace it if it does not answer either.
+        """Ping a silent engine that has work, and replace it if it does not answer.
 
-        One that computes answers between two passes. A stopped process looks just like a hung one.
+        A computing engine answers between two passes. A stopped process cannot be distinguished from a hung one.
         """
         process = self._process
         if process is None or self.state == "closed" or (self.state == "ready" and not process.num_pending):
@@ -190,7 +189,7 @@ class EngineSlot:
         self._set_watch(max(self._stall_seconds * (1.0 if self._is_pinged else 0.5) - silent, 0.01))
 
     async def close(self) -> None:
-        """End the engine after what it is computing."""
+        """Stop the engine after its current work."""
         self.state = "closed"
         for timer in (self._restart, self._watch):
             if timer is not None:

@@ -1,4 +1,4 @@
-"""What the core is told (events) and what it asks for (effects). Data only; the driver carries both."""
+"""The core's input (events) and output (effects). Data only; the driver carries both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from lorimer.store.runs import Run
 
 @dataclass(frozen=True, eq=False)
 class Submitted:
-    """A request of a run, a sample or a custom loss arrived; `Admit` or `Refuse` answers it."""
+    """A request of a run, a sample or a custom loss arrived; answered by `Admit` or `Refuse`."""
 
     operation: Operation
     run: Run | None = None
-    """The row of the run that it belongs to."""
+    """The row of the run it belongs to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class UnloadSubmitted:
 
 @dataclass(frozen=True, eq=False)
 class ConsumeSubmitted:
-    """The server refused a submit with an error the client will not retry: its seq_id is used."""
+    """The server refused a submit with an error the client will not retry: its seq_id is consumed."""
 
     operation: Operation
     run: Run
@@ -85,7 +85,7 @@ class EngineReady:
 class EngineEnded:
     reason: str
     is_final: bool = False
-    """No engine can be had for this model."""
+    """No engine can be started for this model."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class TimerFired:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The client gave a sample up."""
+    """The client cancelled a sample."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """Tokens of this sample were handed to its client, so that it cannot be computed again."""
+    """Tokens of this sample were streamed to its client, so it cannot be computed again."""
 
     request_id: str
     num_tokens: int
@@ -110,7 +110,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Verified:
-    """Whether a snapshot of a run is as it was written."""
+    """Whether a snapshot of a run is intact."""
 
     model_id: str
     name: str
@@ -119,14 +119,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Expired:
-    """The rows of these runs say that they cannot be used any more."""
+    """The rows of these runs say that they have expired."""
 
     model_ids: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Closing:
-    """Finish what is being computed and take a snapshot of every run; `Closed` ends it."""
+    """Finish what is being computed and take a snapshot of every run; answered by `Closed`."""
 
 
 Event = (
@@ -153,7 +153,7 @@ Event = (
 
 @dataclass(frozen=True)
 class OperationReply:
-    """The reply is to a command of an operation; it counts only while the operation is in this flight."""
+    """The reply belongs to a command of an operation; ignored if the operation is no longer in this flight."""
 
     operation: Operation
     flight: Flight
@@ -173,7 +173,7 @@ class SnapshotReply:
 
 @dataclass(frozen=True)
 class SamplerReply:
-    """The reply is to loading a sampler."""
+    """The reply belongs to loading a sampler."""
 
     engine: int
     name: str
@@ -181,7 +181,7 @@ class SamplerReply:
 
 @dataclass(frozen=True)
 class NoReply:
-    """Nobody needs the reply."""
+    """The reply is ignored."""
 
 
 ReplyTo = OperationReply | RestoreReply | SnapshotReply | SamplerReply | NoReply
@@ -246,12 +246,12 @@ class CancelSample:
 
 @dataclass(frozen=True)
 class Resolve:
-    """Tell those who wait for an operation how it ended. Its end is committed, or need not be."""
+    """Notify the waiters of an operation of its outcome, which is committed or needs no commit."""
 
     operation: Operation
     outcome: Outcome
     result: Any = None
-    """Of a direct sample: its response, or the error."""
+    """For a direct sample: its response, or the error."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,12 @@ class StartEngine:
 
 @dataclass(frozen=True)
 class StopRetrying:
-    """Leave a failed engine alone until it is needed again."""
+    """Do not restart a failed engine until it is needed again."""
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Check a snapshot against its checksums; `Verified` follows."""
+    """Verify a snapshot against its checksums; `Verified` follows."""
 
     model_id: str
     name: str

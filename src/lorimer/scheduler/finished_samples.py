@@ -1,7 +1,7 @@
-"""Which samples of a sampling session have finished, in order: for clients that ask for all of theirs in one call.
+"""Tracks which samples of a sampling session have finished, in order, for clients that poll all of theirs in one call.
 
-The cursor is a time in microseconds that never repeats, so it still rises after a restart; what had finished before
-is then listed once more, and clients pass over what they have.
+The cursor is a unique time in microseconds, so it keeps increasing across restarts. After a restart earlier samples are
+listed once more, and clients skip those they have.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from lorimer.store import futures
 from lorimer.store.database import Store
 
 CLONE_STRIDE = 1_000_000_000
-"""Numbers of the n-th client of a sampling session begin at n times this."""
+"""The numbers of the n-th client of a sampling session start at n times this."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Completion:
 @dataclass(eq=False)
 class _Log:
     entries: dict[int, Completion] = field(default_factory=dict)
-    """By cursor, rising."""
+    """By cursor, ascending."""
     cursor: int = 0
     news: "asyncio.Event" = field(default_factory=asyncio.Event)
     asked_at: float = field(default_factory=time.monotonic)
@@ -56,7 +56,7 @@ class FinishedSamples:
     async def after(
         self, sampling_session_id: str, clone_id: int, prev_cursor: int, timeout: float
     ) -> tuple[list[Completion], int]:
-        """Return the entries after the cursor, waiting for the first, and the new cursor."""
+        """Return the entries after the cursor and the new cursor, waiting for the first entry."""
         key = (sampling_session_id, clone_id)
         log = self._logs.get(key)
         if log is None:
@@ -75,7 +75,7 @@ class FinishedSamples:
         return list(found.values()), max(found, default=prev_cursor)
 
     async def _recall(self, key: tuple[str, int], log: _Log) -> None:
-        """List what had finished before anybody asked; those that finish meanwhile may be listed twice."""
+        """List the samples that finished before the first poll. Samples that finish meanwhile may be listed twice."""
         sampling_session_id, clone_id = key
         try:
             rows = await self._store.read(futures.journal, sampling_session_id, clone_id * CLONE_STRIDE - 1)
@@ -88,7 +88,7 @@ class FinishedSamples:
                 log.append(row.request_id, row.state == "done", row.result_size)
 
     def forget(self, sampling_session_ids: set[str], asked_before: float) -> None:
-        """Drop the logs of these, and those nobody has asked for since; they are made again when somebody does."""
+        """Drop the logs of these sessions, and logs not polled since ``asked_before``. The next poll rebuilds them."""
         for key, log in list(self._logs.items()):
             if key[0] in sampling_session_ids or log.asked_at < asked_before:
                 del self._logs[key]

@@ -1,4 +1,4 @@
-"""Where events for one core gather, from the event loop and from other threads, until its driver takes them."""
+"""Queues events for one core, from the event loop and from other threads, until its driver takes them."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,14 @@ from collections import deque
 
 
 class Inbox:
-    """Events wake the loop once, however many there are."""
+    """A queue of events. Any number of events wakes the loop only once."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: deque[object] = deque()
         self._arrived = asyncio.Event()
         self._is_waking = False
-        """A thread has asked the loop to look."""
+        """A thread has scheduled a wakeup of the loop."""
 
     def post(self, event: object) -> None:
         """Add an event, on the event loop."""
@@ -33,7 +33,7 @@ class Inbox:
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
-        self._is_waking = False  # before the events are taken: one that arrives meanwhile wakes the loop again
+        self._is_waking = False  # reset before taking events, so that one that arrives meanwhile wakes the loop again
         taken: list[object] = []
         while self._events:
             taken.append(self._events.popleft())

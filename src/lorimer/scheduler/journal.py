@@ -1,8 +1,8 @@
-"""Every transaction of the scheduler. Each commits all that one event changes, or nothing.
+"""All transactions of the scheduler. Each commits everything that one event changes, or nothing.
 
-A transaction is data with a method ``apply(connection)``, which runs on the store's writer thread, or on a reader if it
-only reads. It may be run again after a lost connection, so it changes nothing but the database. Those that end an
-operation return its outcome, which is that of an earlier end if there was one.
+A transaction is data with a method ``apply(connection)``, which runs on the store's writer thread, or on a reader
+thread if it only reads. A lost connection retries it, so it must change nothing but the database. Transactions that end
+an operation return its outcome; if it had already ended, that is the earlier outcome.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ SAVE_KINDS: dict[CheckpointType, str] = {
     "external": "save_weights_external",
 }
 REPEATABLE = ("forward", "forward_backward", "optim_step")
-"""Kinds whose retry has the same payload, byte by byte."""
+"""Kinds whose retry has exactly the same payload."""
 
 
 class Transaction:
-    """Base of all."""
+    """Base class of all transactions."""
 
     only_reads: ClassVar[bool] = False
 
@@ -55,13 +55,13 @@ class Transaction:
 
 @dataclass(frozen=True, eq=False)
 class Accept(Transaction):
-    """Insert the row of an operation, or find it: a retry gets the first one's future."""
+    """Insert the row of an operation, or find it: a retry gets the first submit's future."""
 
     operation: Operation
     has_passed: bool = False
     """The run is already beyond this seq_id. If its row has expired, raise `InvalidInput`."""
     max_stored_bytes: int = 0
-    """The user's quota of checkpoints, unless they have their own; a save beyond it is refused."""
+    """The default storage quota of a user without their own; a save beyond it is refused."""
 
     def apply(self, c: Connection) -> tuple[FutureRow, bool]:
         operation = self.operation
@@ -86,7 +86,7 @@ class Accept(Transaction):
 
 @dataclass(frozen=True)
 class RunValues:
-    """What a run is made of."""
+    """The parameters of a run."""
 
     base_model: str
     rank: int
@@ -100,7 +100,7 @@ class RunValues:
 
 @dataclass(frozen=True, eq=False)
 class AcceptRun(Transaction):
-    """Insert the row of a run and that of the operation that creates it."""
+    """Insert the row of a run and of the operation that creates it."""
 
     operation: Operation
     session: Session
@@ -135,7 +135,7 @@ class AcceptLoss(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class AcceptUnload(Transaction):
-    """Insert an unload and its answer: the run leaves the engine when it is idle, which nobody waits for."""
+    """Insert an unload together with its result: the run leaves the engine when idle, and nobody waits for that."""
 
     operation: Operation
     model_id: str
@@ -147,7 +147,7 @@ class AcceptUnload(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class Consume(Transaction):
-    """Use up a seq_id whose submit was refused; return False if it is in use already."""
+    """Consume the seq_id of a refused submit. Return False if it is already in use."""
 
     operation: Operation
     run: Run
@@ -171,7 +171,7 @@ class Consume(Transaction):
 
 
 ACCEPTING = (Accept, AcceptRun, AcceptLoss, AcceptUnload, Consume)
-"""A caller waits for these: it is answered with an error while the storage fails."""
+"""Transactions that a caller waits for: while the storage fails, the caller gets an error instead of a retry."""
 
 
 def _insert(c: Connection, operation: Operation, seq_id: int | None) -> tuple[FutureRow, bool]:
@@ -198,11 +198,11 @@ def _digest(operation: Operation) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ReadJournal(Transaction):
-    """Return the journal of a run, or None if the run is not stored any more."""
+    """Return the journal of a run, or None if the run is no longer stored."""
 
     model_id: str
     restore: int
-    """The attempt to restore the run that asks."""
+    """The number of the restore attempt that reads it."""
     only_reads: ClassVar[bool] = True
 
     def apply(self, c: Connection) -> Journal | None:
@@ -217,7 +217,7 @@ class ReadJournal(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class FallBack(Transaction):
-    """Drop the newest snapshot of a run, which is damaged; return the journal after the one before it."""
+    """Drop the damaged newest snapshot of a run, and return the journal after the previous one."""
 
     model_id: str
     restore: int
@@ -248,7 +248,7 @@ def _creation(c: Connection, run: Run) -> bytes | None:
 
 
 def outcome_of(c: Connection, request_id: str) -> Outcome | None:
-    """Return how a request ended, or that it is pending; None if there is no row of it."""
+    """Return the outcome of a request, possibly pending; None if it has no row."""
     row = futures.get(c, request_id)
     if row is None:
         return None
@@ -267,7 +267,7 @@ def outcome_of(c: Connection, request_id: str) -> Outcome | None:
 
 
 def release(c: Connection, lane: str, request_ids: Sequence[str]) -> list[str]:
-    """Drop results of this lane that their client has received; return those dropped."""
+    """Drop results of this lane that the client has received. Return those dropped."""
     rows = [futures.get(c, request_id) for request_id in request_ids]
     released = [row.request_id for row in rows if row is not None and row.lane == lane]
     futures.release(c, released)
@@ -294,7 +294,7 @@ class Fail(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class Abandon(Transaction):
-    """Give up seq_ids that never arrived, also for later restarts, and fail the operations behind them."""
+    """Give up seq_ids that never arrived, permanently, and fail the operations behind them."""
 
     run: Run
     gaps: Sequence[tuple[int, int]]
@@ -320,9 +320,9 @@ class Abandon(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class SetSnapshot(Transaction):
-    """Make a snapshot the one that the run is restored from; return its row and the snapshots no longer needed.
+    """Make a snapshot the one from which the run is restored. Return the run's row and the obsolete snapshots.
 
-    The newest so far, if it was ``verified``, stays to fall back on, and the journal begins there.
+    If the previous newest one was ``verified``, it is kept as a fallback, and the journal starts there.
     """
 
     model_id: str
@@ -363,12 +363,12 @@ class FinishCreation(Transaction):
 class Finished:
     outcome: Outcome
     snapshot: tuple[Run | None, list[str]] | None = None
-    """Of a load: the run's row with the snapshot that ended it, and the snapshots no longer needed."""
+    """For a load: the run's row with the snapshot that ended it, and the obsolete snapshots."""
 
 
 @dataclass(frozen=True, eq=False)
 class FinishOperation(Transaction):
-    """Store what the engine replied to an operation of a run."""
+    """Store the engine's reply to an operation of a run."""
 
     operation: Operation
     run: Run
@@ -406,7 +406,7 @@ class FinishOperation(Transaction):
 
     def _finish_training(self, c: Connection, result: messages.TrainResult) -> Outcome:
         operation, run = self.operation, self.run
-        # Not the operation's own number, which is an estimate where images came without a count.
+        # The reply's count, because the operation's own is an estimate for images without a count.
         tokens = sum(len(logprobs) for logprobs in result.logprobs)
         used = _used(operation, run.project_id, run.base_model, "training", tokens)
         encoded = encode_forward_backward_output(wire_training_output(result))
@@ -421,7 +421,7 @@ def _finish_save(
 ) -> Outcome:
     kind = payload.checkpoint_kind
     saved = _add_weights(c, run, directory, has_optimizer=kind == "training")
-    # Its size is known only now, and saves that were submitted together were checked one by one.
+    # The size is known only now, and saves that were submitted concurrently were checked one by one.
     replaced = (run.model_id, kind, payload.name) if payload.overwrite else None
     quotas.check_room(c, run.user_id, saved.size_bytes, max_stored_bytes, replaced)
     expires_at = None if payload.expires_at is None else datetime.fromtimestamp(payload.expires_at, UTC)
@@ -519,7 +519,7 @@ class FinishSample(Transaction):
 
 @dataclass(frozen=True, eq=False)
 class RecordUsage(Transaction):
-    """Count a direct sample, which has no row."""
+    """Record the usage of a direct sample, which has no row."""
 
     user_id: str
     base_model: str
@@ -540,7 +540,7 @@ def _finish(
     result_format: Literal["json", "protobuf"] = "json",
     used: Sequence[UsageItem] = (),
 ) -> Outcome:
-    """End an operation, with what it used; one that has ended already stays as it was."""
+    """End an operation and record its usage. An operation that has already ended is unchanged."""
     return _end(c, operation, result, result_format, used)[0]
 
 
@@ -551,7 +551,7 @@ def _end(
     result_format: Literal["json", "protobuf"] = "json",
     used: Sequence[UsageItem] = (),
 ) -> tuple[Outcome, bool]:
-    """As `_finish`, with whether this was the end."""
+    """Like `_finish`, and return whether this call ended it."""
     started_at = None
     if operation.started:
         started_at = datetime.now(UTC) - timedelta(seconds=time.monotonic() - operation.started)

@@ -1,4 +1,4 @@
-"""Custom losses: an engine checks each once, and every engine is sent one when it first needs it."""
+"""Custom losses: an engine validates each once, and every engine is sent a loss when it first needs it."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LossChecks:
-    """The uploaded losses that the engine has to check."""
+    """The uploaded losses that the engine has to validate."""
 
     def __init__(self, core: "Core") -> None:
         self._core = core

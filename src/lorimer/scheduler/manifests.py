@@ -1,6 +1,6 @@
-"""What an engine says of a directory it wrote, in ``lorimer.json``, and whether that is still so.
+"""Reads and verifies ``lorimer.json``, the manifest of a directory that an engine wrote.
 
-The engine writes and reads these directories; here they are only looked at, from the outside.
+The engine writes and loads these directories; this module only verifies them.
 """
 
 import hashlib
@@ -21,12 +21,15 @@ class _Manifest(msgspec.Struct):
 
 
 def read_files(directory: Path) -> dict[str, WeightsFile]:
-    """Size and SHA-256 of every file, as recorded; ``OSError`` or ``msgspec.MsgspecError`` if that cannot be read."""
+    """Return the recorded size and SHA-256 of every file.
+
+    Raise ``OSError`` or ``msgspec.MsgspecError`` if that fails.
+    """
     return msgspec.json.decode((directory / _MANIFEST).read_bytes(), type=_Manifest).files
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every byte is as it was written. Reads all of it, so it is called on a thread."""
+    """Return whether every byte is as written. Reads everything, so call it on a thread."""
     try:
         manifest = msgspec.json.decode((directory / _MANIFEST).read_bytes(), type=dict[str, Any])
         unsigned = msgspec.json.encode(manifest | {"checksum": ""})
@@ -39,7 +42,10 @@ def is_whole(directory: Path) -> bool:
 
 
 def verify(directory: Path, files: Mapping[str, WeightsFile]) -> None:
-    """Raise ``CheckpointError``, which names the file, unless all of them are as recorded. Reads all of them."""
+    """Verify the files against their recorded checksums. Raise ``CheckpointError`` that names a damaged file.
+
+    Reads them all.
+    """
     for name, recorded in files.items():
         try:
             found = _describe(directory / name)

@@ -1,4 +1,4 @@
-"""What the journal keeps of a request, beside the training data, which it keeps in the wire's own protobuf form."""
+"""Payloads of requests in the journal, except training data, which is stored in the wire's protobuf form."""
 
 from typing import Any, Literal
 
@@ -6,17 +6,17 @@ import msgspec
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """Base of all; unlike messages, these are read by later versions too, so unknown fields are passed over."""
+    """Base class of all payloads. Later versions read them too, so unknown fields are ignored."""
 
 
 class CreateModel(Payload):
-    """A run is made from its row; these weights, if any, are loaded into it first."""
+    """Create a run from its row, and first load these weights, if any."""
 
     path: str | None = None
     weights_name: str | None = None
     optimizer: bool = False
     answers_load: bool = False
-    """Asked for by ``load_weights`` with a session instead of a run, and answered in its form."""
+    """The run was requested by ``load_weights`` with a session, and the result has that form."""
 
 
 class OptimStep(Payload):
@@ -52,7 +52,7 @@ class CreateLoss(Payload):
 
 class Sample(Payload):
     request: bytes
-    """The request's JSON, with the seed that was chosen for it."""
+    """The JSON of the request, including the seed that was chosen for it."""
 
 
 AnyPayload = CreateModel | OptimStep | Save | SaveEphemeral | Load | CreateLoss | Sample

@@ -1,8 +1,8 @@
 """What the scheduler does next: `advance_run` for each run that changed, then the policies of the list `POLICIES`.
 
-Runs that wait for an engine take turns with those it holds: runs whose clients are away leave first; if none are, those
-loaded longest leave for those that have waited longest. All that wait come in together, and the next have to wait until
-the engine has worked several times as long as it took to move them.
+Runs that wait for an engine take turns with those it holds: runs whose clients are away are evicted first; if there are
+none, those loaded longest make room for those that have waited longest. All waiting runs are loaded together, and the
+next eviction waits until the engine has worked several times as long as moving them took.
 """
 
 import heapq
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
 
 MAX_TURNS = 2
-"""Turns with the engine: it computes one while the next is ready for it."""
+"""Turns sent to the engine: it computes one while the next is queued."""
 IDLE_SECONDS = 0.5
-"""A run whose client has not come back for so long counts as idle: between two steps of a loop it always does."""
+"""A run unused for this long counts as idle; between two steps of a training loop less time passes."""
 MIN_RESIDENCE_SECONDS = 1.0
 RESIDENCE_WORTH = 3.0
-"""Busy runs stay this many times as long as the engine needs to save those that leave and to load those that come."""
+"""Busy runs stay this many times as long as the engine needs to save those evicted and to load the others."""
 DRAIN_SECONDS = 5.0
-"""How long samples under way are waited for when the server closes."""
+"""How long to wait for running samples when the server closes."""
 
 
 @dataclass
 class WaitingRuns:
-    """Runs that have work and no engine, the longest waiting first."""
+    """Runs with work but no engine, longest waiting first."""
 
     _runs: dict[str, RunState] = field(default_factory=dict)
     _heap: list[tuple[float, int, RunState]] = field(default_factory=list)
@@ -62,14 +62,14 @@ class WaitingRuns:
 
 @dataclass(frozen=True)
 class Eviction:
-    """Busy runs that had to leave together."""
+    """Busy runs that were evicted together."""
 
     began: float = -math.inf
     num_runs: int = 0
 
 
 def restore_waiting(core: "Core") -> None:
-    """Bring runs that have work into the engine, as far as it has room."""
+    """Load runs with work into the engine, as far as it has room."""
     if not len(core.waiting) or core.is_closing:
         return
     if not core.is_ready:
@@ -93,7 +93,7 @@ def _waiting_suspect(core: "Core") -> RunState | None:
 
 
 def evict_for_waiting(core: "Core") -> None:
-    """Make room for runs that wait."""
+    """Evict runs to make room for waiting ones."""
     num_wanted = len(core.waiting) - len(core.leaving)
     has_room = len(core.held) < core.limits.max_loaded_runs
     if num_wanted <= 0 or has_room or core.is_closing or not core.is_ready or core.is_isolating:
@@ -111,7 +111,7 @@ def evict_for_waiting(core: "Core") -> None:
 
 
 def is_away(run: RunState, now: float) -> bool:
-    """Whether nobody has used a run for a while."""
+    """Return whether a run has not been used for a while."""
     return run.is_idle and run.last_used <= now - IDLE_SECONDS
 
 
@@ -120,8 +120,8 @@ def runs_to_evict(
 ) -> list[RunState]:
     """Return up to ``num_wanted`` runs to evict, in order.
 
-    Those whose clients are away, the longest unused first; then, some time after the ``last`` eviction of busy runs,
-    those in use, the longest loaded first.
+    First the runs whose clients are away, longest unused first; then, some time after the ``last`` eviction of busy
+    runs, runs in use, longest loaded first.
     """
     staying = [run for run in held if run.phase == "loaded" and run.saving is None]
     leaving = sorted((run for run in staying if is_away(run, now)), key=lambda run: run.last_used)
@@ -132,19 +132,19 @@ def runs_to_evict(
 
 
 def has_been_served(run: RunState, now: float, max_seconds: float) -> bool:
-    """Whether a run may be evicted: each stay is to be of use."""
+    """Return whether a run may be evicted: it must have had a turn since it was loaded."""
     return (run.has_had_turn or not run.ready) and now - run.loaded_at >= min(max_seconds, MIN_RESIDENCE_SECONDS)
 
 
 def residence(staying: Sequence[RunState], num_moved: int, max_seconds: float) -> float:
-    """Return how long no busy run is evicted after so many were."""
+    """Return how long no busy run is evicted after ``num_moved`` were."""
     costs = [run.snapshot_cost for run in staying if run.snapshot_cost]
     moving = 2 * num_moved * sum(costs) / max(1, len(costs))
     return min(max_seconds, max(MIN_RESIDENCE_SECONDS, RESIDENCE_WORTH * moving))
 
 
 def send_turns(core: "Core") -> None:
-    """Send the engine its next turns of training."""
+    """Send the engine its next training turns."""
     while core.is_ready and len(core.turns) < MAX_TURNS and not core.is_closing:
         is_isolating = core.is_isolating
         if is_isolating and core.is_busy:
@@ -171,7 +171,7 @@ def check_losses(core: "Core") -> None:
 
 
 def close_when_drained(core: "Core") -> None:
-    """Once nothing is under way, take a snapshot of every run that has changed; then the core is closed."""
+    """Once nothing is running, take a snapshot of every run that has changed, then close the core."""
     if not core.is_closing or core.is_closed:
         return
     is_sampling = core.sampling.num_running > 0 and not core.is_drain_over
@@ -190,7 +190,7 @@ def close_when_drained(core: "Core") -> None:
 
 
 def watch_gap(core: "Core", run: RunState) -> None:
-    """Start or stop the clock of a run that waits for a missing seq_id."""
+    """Start or stop the timer of a run that waits for a missing seq_id."""
     missing = run.lane.missing if run.lane is not None else None
     if missing is None:
         run.end_gap()
@@ -200,14 +200,14 @@ def watch_gap(core: "Core", run: RunState) -> None:
 
 
 def close_gap(core: "Core", run: RunState) -> None:
-    """The clock of a run has run down: fail the operations behind its missing seq_ids, and let it go on."""
+    """Handle an expired gap timer: fail the operations behind the missing seq_ids, and let the run continue."""
     lane, seconds = run.lane, core.limits.gap_seconds
     if lane is None or run.gap_since is None or core.now < run.gap_since + seconds or core.is_closing:
-        return  # a timer of an earlier gap
+        return  # the timer belongs to an earlier gap
     missing = run.end_gap()
     gaps = lane.gaps()
     is_coming = any(first <= seq <= last for first, last in gaps for seq in run.operations)
-    if lane.missing != missing or is_coming:  # it came, or is being committed
+    if lane.missing != missing or is_coming:  # it arrived, or is being committed
         core.touch(run)
         return
     numbers = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in gaps[:8])

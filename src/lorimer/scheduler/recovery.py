@@ -1,4 +1,4 @@
-"""Takes up what an earlier server left: deletes its unfinished files and hands its unfinished requests to the cores."""
+"""Recovers from an earlier server: deletes its unfinished files and hands its unfinished requests to the cores."""
 
 import asyncio
 import logging
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("lorimer.scheduler")
 
 BATCH_SIZE = 500
-"""Requests read in one transaction, so that ten thousand are taken up within seconds."""
+"""Requests read per transaction, so that ten thousand are recovered within seconds."""
 WITHOUT_PAYLOAD = ("forward", "forward_backward", "optim_step")
-"""Kinds whose payload is read only when an engine takes their run."""
+"""Kinds whose payload is read only when an engine loads their run."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class _Found:
 
 
 async def recover(scheduler: "Scheduler") -> None:
-    """Called once, before any request is accepted."""
+    """Recover; called once, before any request is accepted."""
     known = await scheduler.store.read(retention.known_names)
     removed = await asyncio.to_thread(scheduler.directory.sweep_orphans, known)
     num_rows = await take_up(scheduler, scheduler.models)
     if num_rows or removed:
-        log.info("took up %d unfinished requests; removed %d unfinished files", num_rows, len(removed))
+        log.info("recovered %d unfinished requests; deleted %d unfinished files", num_rows, len(removed))
 
 
 async def take_up(scheduler: "Scheduler", models: Collection[str]) -> int:
-    """Hand the unfinished requests of these base models to their new cores; return how many there are."""
+    """Hand the unfinished requests of these base models to their new cores. Return their number."""
     rows = await scheduler.store.read(futures.unfinished)
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
@@ -93,7 +93,7 @@ def _run_id(row: FutureRow) -> str:
 
 
 async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found, models: Collection[str]) -> None:
-    """Hand an unfinished request to its core. Operations of a run wait there until an engine takes the run."""
+    """Hand an unfinished request to its core. Operations of a run wait there until an engine loads the run."""
     operation = operation_of(row, next(iter(scheduler.models)))
     operation.payload = found.payloads.get(row.request_id, b"")
     try:
@@ -111,7 +111,7 @@ async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found, models
         driver = scheduler.loss_checker()
     elif operation.base_model in models:
         driver = scheduler.models[operation.base_model]
-    else:  # its core has it, or it waits for a server that has the model
+    else:  # its core has it, or it waits for a server that serves the model
         scheduler.results.open.setdefault(row.request_id, operation)
         return
     scheduler.results.open[row.request_id] = operation

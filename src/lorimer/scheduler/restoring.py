@@ -34,7 +34,7 @@ def advance(core: "Core", run: RunState) -> None:
         return
     if restore.stage == "settling" and not run.num_commits and run.saving is None:
         restore.stage = "reading"
-        run.skipped.clear()  # the journal has these
+        run.skipped.clear()  # the journal includes these
         core.commit(journal.ReadJournal(run.model_id, restore.number))
 
 
@@ -59,7 +59,7 @@ def journal_read(core: "Core", transaction: journal.ReadJournal | journal.FallBa
 
 
 def _load(core: "Core", run: RunState, restore: Restore, found: Journal) -> None:
-    """Have the engine create the run and load what it begins with."""
+    """Have the engine create the run and load its snapshot or initial weights."""
     row, made_of, to = found.run, creation_of(run, found), RestoreReply(run.model_id, restore.number)
     restore.stage, restore.error = "loading", None
     commands: list[messages.Command] = [create_command(row)]
@@ -107,7 +107,7 @@ def _load_failed(core: "Core", run: RunState, restore: Restore, error: Exception
 
 
 def loaded(core: "Core", run: RunState) -> None:
-    """The engine holds what the run begins with. Answer its creation, then rebuild its lane."""
+    """Answer the creation of a run that the engine has loaded, then rebuild its lane."""
     restore = run.restore
     assert restore is not None and restore.journal is not None
     if run.creation is not None:
@@ -142,7 +142,7 @@ def creation_committed(core: "Core", run: RunState, outcome: Outcome) -> None:
 
 
 def failed(core: "Core", run: RunState, number: int | None, error: Exception) -> None:
-    """A transaction that the restore of a run needs was not committed."""
+    """Handle the failure of a transaction that restoring a run needs."""
     if isinstance(error, StorageError):
         return  # the server is closing
     if run.restore is not None and number in (None, run.restore.number):
@@ -150,7 +150,7 @@ def failed(core: "Core", run: RunState, number: int | None, error: Exception) ->
 
 
 def _put_off(core: "Core", run: RunState, error: Exception) -> None:
-    """Retry later, or give the run up if that would not help."""
+    """Retry later, or give up the run if a retry cannot help."""
     run.put_off(core.now + RETRY_SECONDS)
     text = str(error)
     core.report(f"run not restored: {text}", run, error)
@@ -165,7 +165,7 @@ def _put_off(core: "Core", run: RunState, error: Exception) -> None:
 
 
 def drop(core: "Core", run: RunState) -> None:
-    """Take a run out of the engine as it is; it comes back as the journal has it."""
+    """Evict a run without saving it. It is restored from the journal."""
     snapshots.cancel_load(core, run)
     run.leave_engine(core.now)
     _drop_from_engine(core, run)
@@ -178,7 +178,7 @@ def _drop_from_engine(core: "Core", run: RunState) -> None:
 
 
 def creation_of(run: RunState, found: Journal) -> CreateModel:
-    """Return what the run was made of; needed until it has a snapshot."""
+    """Return the payload that created the run; needed until it has a snapshot."""
     payload = found.creation if run.creation is None else run.creation.payload
     if not payload:
         if found.run.resume_name is None:

@@ -1,4 +1,4 @@
-"""Who waits for which result, and the newest results, kept in memory for the client that asks next."""
+"""Delivers results to waiting clients, and caches the newest results in memory."""
 
 import asyncio
 from collections import OrderedDict
@@ -13,15 +13,15 @@ MAX_RECENT = 100_000
 class Results:
     def __init__(self, finished_samples: FinishedSamples, max_recent_bytes: int) -> None:
         self.open: dict[str, Operation] = {}
-        """Every committed request that is not answered, by request_id."""
+        """Every committed request without a result, by request_id."""
         self.finished_samples = finished_samples
         self._waiters: dict[str, asyncio.Future[Outcome]] = {}
         self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
-        """By request_id: the user_id, and how it ended."""
+        """By request_id: the user_id and the outcome."""
         self._recent_bytes, self._max_recent_bytes = 0, max_recent_bytes
 
     def resolve(self, operation: Operation, outcome: Outcome) -> None:
-        """Notify those who wait for an operation, whose end is committed."""
+        """Notify the waiters of an operation whose end is committed."""
         self.open.pop(operation.request_id, None)
         self._recent[operation.request_id] = operation.user_id, outcome
         self._recent_bytes += len(outcome.result)
@@ -34,7 +34,7 @@ class Results:
             self.finished_samples.add(operation, outcome)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
-        """Return how an open request ended, or None after ``timeout`` seconds."""
+        """Return the outcome of an open request, or None after ``timeout`` seconds."""
         waiter = self._waiters.get(request_id)
         if waiter is None:
             waiter = self._waiters[request_id] = asyncio.get_running_loop().create_future()
@@ -43,7 +43,7 @@ class Results:
         return waiter.result() if waiter.done() else None
 
     def owner(self, request_id: str) -> str | None:
-        """Return whose request it is; None if only the store knows."""
+        """Return the owner of a request, or None if only the store knows it."""
         if (operation := self.open.get(request_id)) is not None:
             return operation.user_id
         return self._recent[request_id][0] if request_id in self._recent else None

@@ -1,5 +1,4 @@
-"""The sweep: results that were fetched, checkpoints whose time is over, samplers and runs nobody uses, weights nobody
-names, and what is kept in memory of all these."""
+"""The periodic sweep: deletes expired results, checkpoints, samplers, runs and weights, and evicts them from memory."""
 
 import asyncio
 import logging
@@ -56,7 +55,7 @@ async def sweep(scheduler: "Scheduler") -> None:
         await asyncio.to_thread(directory.remove, path)
     if gone.samplers or paths:
         log.info(
-            "forgot %d samplers and %d runs, removed %d directories", len(gone.samplers), len(gone.runs), len(paths)
+            "expired %d samplers and %d runs, deleted %d directories", len(gone.samplers), len(gone.runs), len(paths)
         )
     _forget_memory(scheduler, gone)
 
@@ -68,13 +67,14 @@ def _forget_memory(scheduler: "Scheduler", gone: _Forgotten) -> None:
     for driver in scheduler.models.values():
         sessions |= {run.row.session_id for run in driver.core.runs.values()}
     for loss_id in [loss_id for loss_id in scheduler.known_losses if loss_id.rpartition(":loss:")[0] not in sessions]:
-        del scheduler.known_losses[loss_id]  # read again when a run of the session comes back
+        del scheduler.known_losses[loss_id]  # reloaded when a run of the session comes back
 
 
 def _forget(c: Connection, now: datetime, limits: SchedulerLimits, lanes: set[str], read: set[str]) -> _Forgotten:
-    """The rows go first; a directory without a row is removed at the next start, a row without one never exists.
+    """Delete rows that have expired and return what they referred to.
 
-    Samplers and runs of ``lanes`` have something to do; weights called as in ``read`` are about to be loaded.
+    Rows are deleted before directories: a directory without a row is deleted at the next start, a row without a
+    directory never exists. ``lanes`` are samplers and runs in use; weights named in ``read`` are about to be loaded.
     """
     for checkpoint in checkpoints.expired(c, now):
         checkpoints.delete(c, checkpoint.checkpoint_key)

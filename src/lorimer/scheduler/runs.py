@@ -54,21 +54,23 @@ PHASE_STEPS: dict[Phase, frozenset[Phase]] = {
     "corrupted": frozenset(),
 }
 TRAINING = frozenset({"forward", "forward_backward"})
-"""Kinds that are packed into one batch with those of other runs; every other kind of a run is a barrier."""
+"""Kinds that are batched with those of other runs; every other kind is a barrier."""
 REPLAYED = frozenset({"forward_backward", "optim_step", "load_weights"})
-"""Kinds that change a run and are replayed after a crash. A load ends with a snapshot; it is replayed only if that is
-damaged."""
+"""Kinds that change a run and are replayed after a crash.
+
+A load ends with a snapshot, so it is replayed only if that is damaged.
+"""
 MISSING = "missing"
-"""The kind of the row that stands for seq_ids given up: its seq_id is the last of them, ``tokens`` how many."""
+"""The kind of the row that represents abandoned seq_ids: its seq_id is the last of them, ``tokens`` their number."""
 BARRIER_TOKENS = 16
-"""What an operation without tokens counts in the accounts of who was served how much."""
+"""The cost of an operation without tokens in the accounts of fair sharing."""
 SUSPICIOUS_DEATHS = 2
-"""An operation or run that was being computed at this many engine deaths is computed alone next."""
+"""An operation or run that was active at this many engine deaths is computed alone next."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request stands."""
+    """The state or result of a request."""
 
     state: Literal["pending", "done", "failed", "gone"]
     queue_state: QueueState = "active"
@@ -88,27 +90,27 @@ class Operation:
     session_id: str
     base_model: str
     lane: str
-    """Within which seq_ids are ordered: the run, the sampling session, or a session's models or losses."""
+    """The scope of seq_ids: the run, the sampling session, or a session's models or losses."""
     seq_id: int
     kind: str
     tokens: int = 0
     payload: bytes = b""
-    """Until it has been sent; read from the journal when it must be sent again."""
+    """Dropped once sent; read from the journal if it must be sent again."""
     payload_sha256: str = ""
-    """Of the payload as it was submitted, if it has been computed."""
+    """The hash of the submitted payload, if it was computed."""
     reads: str | None = None
     """The weights it loads; they are not deleted before."""
     is_replay: bool = False
-    """Finished before a crash: computed again for its effect on the run."""
+    """It finished before a crash and is computed again for its effect on the run."""
     received: float = 0.0
     """Monotonic time of arrival."""
     started: float = 0.0
     """Monotonic time when it was last sent to an engine; 0 before."""
     deaths: int = 0
-    """How many engines ended while they computed this, or failed at it by an error of their own."""
+    """How many engines died while computing it, or failed on it with an internal error."""
     status: Status = "received"
     flight: "Flight | None" = None
-    """What the engine was sent for it and replied, while it is running or committing."""
+    """The commands sent for it and the replies, while it is running or committing."""
     size: int = field(init=False)
     """Bytes of the payload as submitted."""
 
@@ -125,7 +127,7 @@ class Operation:
 
     @property
     def cost(self) -> int:
-        """Tokens it counts in the accounts of who was served how much."""
+        """Its number of tokens in the accounts of fair sharing."""
         return self.tokens or BARRIER_TOKENS
 
     @property
@@ -140,20 +142,20 @@ class Operation:
 
 @dataclass(eq=False)
 class Flight:
-    """The commands an operation was sent as, in order, and the replies so far."""
+    """The commands of an operation, in order, and the replies so far."""
 
     num_commands: int = 1
     payload: AnyPayload | None = None
     target: str | None = None
-    """Name of the directory that the engine was told to write."""
+    """Name of the directory that the engine writes."""
     replies: list[Any] = field(default_factory=list)
     """A result or an exception for each command."""
     verified: str | None = None
-    """Of a load: the run's newest snapshot before it, if that was found whole."""
+    """For a load: the run's previous newest snapshot, if it was found intact."""
     is_verifying: bool = False
-    """Of a load: that snapshot is being checked, or was."""
+    """For a load: that snapshot is being verified, or was."""
     is_committing: bool = False
-    """Of a load: the transaction that ends it is under way."""
+    """For a load: the transaction that ends it is in progress."""
 
     @property
     def is_complete(self) -> bool:
@@ -168,22 +170,22 @@ class Flight:
 
 
 class Lane:
-    """Operations of one run: they arrive in any order and become ``queued`` in the order of their seq_ids.
+    """The operations of one run: they arrive in any order and become ``queued`` in the order of their seq_ids.
 
-    A missing seq_id holds back those after it, until it arrives, is refused, or is given up.
+    A missing seq_id holds back those after it until it arrives, is refused, or is abandoned.
     """
 
     def __init__(self, next_seq: int = 1) -> None:
         self.next_seq = next_seq
         """The lowest seq_id that has not arrived."""
         self.ready: deque[Operation] = deque()
-        """In order, with nothing missing before them."""
+        """In order, with no missing seq_id before them."""
         self._held: dict[int, Operation] = {}
         self._skipped: dict[int, int] = {}
         """Consumed seq_ids behind a missing one: first and last of each range."""
 
     def add(self, operation: Operation) -> None:
-        """Take an operation whose seq_id has neither arrived nor been consumed."""
+        """Add an operation whose seq_id has neither arrived nor been consumed."""
         if self.has_passed(operation.seq_id):
             raise ValueError(f"operation {operation.seq_id} has already arrived")
         self._held[operation.seq_id] = operation
@@ -214,11 +216,11 @@ class Lane:
 
     @property
     def missing(self) -> int | None:
-        """The seq_id that later operations wait for, if there are any."""
+        """The seq_id that later operations wait for, if any."""
         return self.next_seq if self._held else None
 
     def gaps(self) -> list[tuple[int, int]]:
-        """First and last seq_id of every gap before the last operation that is held."""
+        """Return the first and last seq_id of every gap before the last held operation."""
         consumed = sorted([*((seq, seq) for seq in self._held), *self._skipped.items()])
         found, expected = [], self.next_seq
         for first, last in consumed:
@@ -248,30 +250,30 @@ class Lane:
 
 @dataclass(frozen=True)
 class Journal:
-    """All that is stored of a run: its newest snapshot, named in its row, and the rows after it."""
+    """Everything stored of a run: its newest snapshot, named in its row, and the rows after it."""
 
     run: Run
     rows: list[FutureRow]
     payloads: dict[str, bytes]
-    """By request_id, of the operations that will be computed."""
+    """By request_id, the payloads of operations that will be computed."""
     creation: bytes | None
-    """The payload of its creation, where there is no snapshot yet."""
+    """The payload of its creation, if it has no snapshot yet."""
     losses: list[bytes] = field(default_factory=list)
     """Payloads of the custom losses of its session."""
 
 
 @dataclass
 class Restore:
-    """One attempt to bring a run into the engine."""
+    """One attempt to load a run into the engine."""
 
     number: int
     stage: Literal["settling", "reading", "loading", "saving", "creating"] = "settling"
     journal: Journal | None = None
     num_replies: int = 0
-    """Commands whose replies are awaited."""
+    """The number of commands without a reply."""
     error: Exception | None = None
     is_load_error: bool = False
-    """It was loading the snapshot that failed."""
+    """Loading the snapshot failed."""
     source: Literal["fresh", "snapshot", "weights"] = "fresh"
 
 
@@ -281,13 +283,13 @@ class Saving:
 
     purpose: SavingPurpose
     is_forced: bool = False
-    """Park the run even if operations wait for it."""
+    """Evict the run even if operations wait for it."""
     stage: Literal["draining", "saving", "settling", "verifying", "committing"] = "draining"
     name: str = ""
     seq_id: int = 0
-    """The last operation whose effect it holds."""
+    """The last operation included in it."""
     work_seconds: float = 0.0
-    """Engine time that it secures."""
+    """The engine time that it saves in a replay."""
     verified: str | None = None
 
 
@@ -300,41 +302,43 @@ class RunState:
     error: str = ""
     """Why it is corrupted."""
     lane: Lane | None = None
-    """Built when the run is restored; until then operations only gather."""
+    """Built when the run is restored; until then operations are only collected."""
     operations: dict[int, Operation] = field(default_factory=dict)
-    """By seq_id, everything accepted, or about to be, whose end is not committed."""
+    """By seq_id, all operations that are accepted, or about to be, and whose end is not committed."""
     skipped: set[int] = field(default_factory=set)
     """seq_ids consumed while there was no lane."""
     creation: Operation | None = None
-    """The request that made it, until that is answered."""
+    """The request that created it, until that is answered."""
     restore: Restore | None = None
     saving: Saving | None = None
     loading: Operation | None = None
-    """A load under way, after which the run may have to be restored; nothing is sent behind it."""
+    """A load in progress, after which the run may have to be restored; nothing is sent behind it."""
     num_commits: int = 0
-    """Transactions under way that change its journal; it is not read before they end."""
+    """Transactions in progress that change its journal; it is not read before they end."""
     num_restores: int = 0
     gap_since: float | None = None
     gap_seq: int | None = None
-    """The missing seq_id that a timer is running for, and since when."""
+    """The missing seq_id for which a timer runs, and since when."""
     is_abandoning: bool = False
-    """Missing seq_ids are being given up. Nothing is sent before that is committed: were operations behind them
-    computed, a replay would wait for the missing ones again."""
+    """Missing seq_ids are being abandoned; nothing is sent before that is committed.
+
+    Otherwise operations behind them could be computed, and a replay would wait for the missing ones again.
+    """
     sent_seq: int = 0
     """The last seq_id sent to the engine that holds the run."""
     running: set[Operation] = field(default_factory=set)
     replays: set[Operation] = field(default_factory=set)
     """Replayed operations that are not computed yet."""
     deaths: int = 0
-    """How many engines ended while they restored it."""
+    """How many engines died while restoring it."""
     failures: int = 0
     """How often restoring it has failed since it was last loaded."""
     retry_at: float = 0.0
     loaded_at: float = 0.0
     left_at: float = 0.0
-    """When an engine last let go of it."""
+    """When it last left an engine."""
     has_had_turn: bool = False
-    """Something was computed for it since it was loaded."""
+    """Whether anything was computed for it since it was loaded."""
     work_seconds: float = 0.0
     """Engine time since the last snapshot."""
     snapshot_cost: float = 0.0
@@ -351,13 +355,13 @@ class RunState:
 
     @property
     def is_idle(self) -> bool:
-        """Loaded, with nothing to do."""
+        """Whether it is loaded, with nothing to do."""
         is_busy = self.has_work or self.running or self.replays or self.num_commits or self.saving
         return self.phase == "loaded" and not is_busy
 
     @property
     def is_forgettable(self) -> bool:
-        """The store knows everything about it."""
+        """Whether the store knows everything about it."""
         is_quiet = not (self.has_work or self.saving or self.num_commits or self.restore)
         return self.phase in ("absent", "corrupted") and is_quiet
 
@@ -375,7 +379,7 @@ class RunState:
 
     @property
     def waiting_since(self) -> float:
-        """Since when it waits for an engine; an evicted run waits anew, however old its operations are."""
+        """When it started to wait for an engine; an evicted run starts anew, however old its operations are."""
         first = self.creation or next(iter(self.operations.values()), None)
         return max(self.left_at, first.received if first is not None else self.last_used)
 
@@ -388,11 +392,11 @@ class RunState:
         return self.lane.ready
 
     def has_passed(self, seq_id: int) -> bool:
-        """Whether the run is known to be beyond this seq_id."""
+        """Return whether the run is known to be beyond this seq_id."""
         return seq_id <= self.row.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))
 
     def has_open_before(self, seq_id: int) -> bool:
-        """Whether the end of an accepted operation with a lower seq_id is not committed."""
+        """Return whether an accepted operation with a lower seq_id has no committed end."""
         return any(seq < seq_id and operation.is_open for seq, operation in self.operations.items())
 
     def enter(self, phase: Phase) -> None:
@@ -400,10 +404,10 @@ class RunState:
         self.phase = phase
 
     def accept(self, operation: Operation) -> bool:
-        """Take an operation whose row is committed; False if the run is already beyond its seq_id."""
+        """Add an operation whose row is committed. Return False if the run is already beyond its seq_id."""
         self.operations[operation.seq_id] = operation
         if operation.status != "received":
-            return True  # the lane was rebuilt from the journal, which had its row
+            return True  # the lane was rebuilt from the journal, which included its row
         operation.advance("held")
         if self.lane is not None:
             if self.lane.has_passed(operation.seq_id):
@@ -412,7 +416,7 @@ class RunState:
         return True
 
     def forget(self, operation: Operation) -> bool:
-        """Drop an operation whose end is committed; False if it was dropped before."""
+        """Drop an operation whose end is committed. Return False if it was dropped before."""
         self.running.discard(operation)
         if self.operations.get(operation.seq_id) is not operation:
             return False
@@ -420,17 +424,17 @@ class RunState:
         return True
 
     def corrupt(self, reason: str) -> None:
-        """Give the run up; what waits for it fails."""
+        """Mark the run as corrupted; what waits for it fails."""
         self.restore = None
         self.error = reason
         self.enter("corrupted")
 
     def use(self, now: float) -> None:
-        """A client used it, or heard of it."""
+        """Record that a client used the run or received a result of it."""
         self.last_used = now
 
     def adopt(self, row: Run) -> None:
-        """Its row in the store is ``row`` now."""
+        """Replace its row by the one in the store."""
         self.row = row
 
     def count_commit(self, change: Literal[1, -1]) -> None:
@@ -440,7 +444,7 @@ class RunState:
         self.creation = creation
 
     def end_creation(self, now: float) -> Operation | None:
-        """Return the request that made the run, whose end is committed or about to be."""
+        """Return the request that created the run, whose end is committed or about to be."""
         creation, self.creation, self.last_used = self.creation, None, now
         return creation
 
@@ -448,7 +452,7 @@ class RunState:
         self.gap_seq, self.gap_since = missing, now
 
     def end_gap(self) -> int | None:
-        """Stop waiting for the missing seq_id; return it."""
+        """Stop waiting for the missing seq_id and return it."""
         missing, self.gap_seq, self.gap_since = self.gap_seq, None, None
         return missing
 
@@ -460,7 +464,7 @@ class RunState:
         return self.saving
 
     def write_saving(self, saving: Saving, name: str) -> None:
-        """The engine is asked to write the run as it is after the last operation it was sent."""
+        """Record that the engine writes the run as it is after the last operation sent."""
         saving.stage, saving.name = "saving", name
         saving.seq_id = 0 if saving.purpose == "creation" else self.sent_seq
         saving.work_seconds, self.work_seconds = self.work_seconds, 0.0
@@ -473,13 +477,13 @@ class RunState:
         self.saving = None
 
     def lose_saving(self) -> None:
-        """The engine ended before it had written the snapshot."""
+        """Record that the engine ended before it had written the snapshot."""
         if self.saving is not None:
             self.work_seconds += self.saving.work_seconds
             self.saving = None
 
     def put_off(self, retry_at: float) -> None:
-        """Restoring it failed; it may be tried again then."""
+        """Record that restoring failed; it may be retried at ``retry_at``."""
         self.failures += 1
         self.retry_at = retry_at
 
@@ -490,7 +494,7 @@ class RunState:
             self.skipped.add(seq_id)
 
     def abandon(self, gaps: Sequence[tuple[int, int]]) -> list[Operation]:
-        """Consume missing seq_ids; return the operations behind them, which fail."""
+        """Consume missing seq_ids. Return the operations behind them, which fail."""
         assert self.lane is not None
         held = self.lane.held()
         self.lane.give_up(gaps, held)
@@ -529,7 +533,7 @@ class RunState:
         return self.restore
 
     def loaded(self, now: float) -> None:
-        """The engine holds the run, and its lane is rebuilt."""
+        """Record that the engine holds the run and its lane is rebuilt."""
         self.enter("loaded")
         self.restore = None
         self.loaded_at, self.has_had_turn, self.failures = now, False, 0
@@ -537,7 +541,7 @@ class RunState:
             self.deaths = 0
 
     def leave_engine(self, now: float) -> None:
-        """No engine holds the run any more; it comes back as the journal has it."""
+        """Record that no engine holds the run; it is restored from the journal."""
         self.restore = None
         if self.phase == "loaded":
             self.left_at = now
@@ -554,7 +558,7 @@ class RunState:
 
 
 def needs_payload(row: FutureRow) -> bool:
-    """Whether an operation of the journal will be computed (again)."""
+    """Return whether an operation of the journal will be computed (again)."""
     return row.state == "queued" or (row.state == "done" and row.kind in REPLAYED)
 
 
@@ -600,7 +604,7 @@ def rebuild(run: RunState, journal: Journal) -> list[Operation]:
 
 
 def _operation_of_row(run: RunState, row: FutureRow) -> Operation:
-    """The operation of a row: a replay if it is done, else the open one."""
+    """Return the operation of a row: a replay if it is done, else the open one."""
     if row.state == "done":
         replay = operation_of(row, run.row.base_model, is_replay=True)
         replay.advance("held")
@@ -608,7 +612,7 @@ def _operation_of_row(run: RunState, row: FutureRow) -> Operation:
     assert row.seq_id is not None
     known = run.operations.get(row.seq_id)
     if known is None or known.request_id != row.request_id:
-        # Committed, although the caller that submitted it may have been answered with an error.
+        # Its row is committed, although its submit may have been answered with an error.
         known = run.operations[row.seq_id] = operation_of(row, run.row.base_model)
     if known.status == "received":
         known.advance("held")

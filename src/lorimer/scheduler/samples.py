@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
 
 TYPICAL_TOKENS = 256
-"""What a sequence without ``max_tokens`` is taken to cost until it is known."""
+"""The assumed cost of a sequence without ``max_tokens``."""
 MAX_NAMES = 10_000
 
 
@@ -55,7 +55,7 @@ class Sample(Operation):
     is_streaming: bool = False
     is_cancelled: bool = False
     num_streamed: int = 0
-    """Tokens handed to its client."""
+    """Tokens streamed to its client."""
     is_sent: bool = False
 
     @property
@@ -71,7 +71,7 @@ class Sample(Operation):
 
 @dataclass(eq=False)
 class HeldSampler:
-    """Frozen weights in the engine, or on their way there."""
+    """Frozen weights in the engine, or being loaded."""
 
     is_loaded: bool = False
     num_users: int = 0
@@ -83,11 +83,11 @@ class Sampling:
         self.fair = FairShare()
         self.sampled = TokenRate()
         self.samplers: OrderedDict[str, HeldSampler] = OrderedDict()
-        """By the name of their weights' directory, the least recently used first."""
+        """By the name of their weights' directory, least recently used first."""
         self.num_waiting = self._num_sequences = 0
         self._core = core
         self._waiting: dict[str, deque[Sample]] = {}
-        """By user, in order of arrival; no user without any."""
+        """By user, in order of arrival; users without samples have no entry."""
         self._running: dict[str, Sample] = {}
         self._names: dict[str, str] = {}
         """Directory names by weights_id; weights never change their directory."""
@@ -96,7 +96,7 @@ class Sampling:
         self._uses: dict[Sample, str] = {}
         """The sampler that each running sample uses."""
         self._by_id: dict[str, Sample] = {}
-        """Those waiting or running."""
+        """Samples waiting or running."""
         self._num_names = 0
 
     @property
@@ -110,7 +110,10 @@ class Sampling:
     # ── arriving ──────────────────────────────────────────────────────────────────────────────────────
 
     def objection(self, user_id: str) -> LorimerError | None:
-        """A full queue takes no more from users who have their share of it, and at twice its size from nobody."""
+        """Return why a sample of this user cannot be queued.
+
+        A full queue refuses users who have their share of it, and everybody at twice its size.
+        """
         if self._core.is_closing:
             return Busy("the server is shutting down")
         total, limit = self.num_waiting + len(self._running), self._core.limits.max_queued_samples
@@ -160,7 +163,7 @@ class Sampling:
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send_next(self) -> None:
-        """Send the engine what it has room for."""
+        """Send the engine as many samples as it has room for."""
         if not self._waiting:
             return
         if not self._core.is_ready:
@@ -188,7 +191,7 @@ class Sampling:
         return None if self._running and is_full else sample
 
     def _prepare(self, sample: Sample) -> None:
-        """Have the engine hold the weights of a sample, then send it."""
+        """Have the engine load the weights of a sample, then send it."""
         weights_id = sample.weights_id
         if weights_id is None:
             self._send(sample, None)
@@ -241,7 +244,7 @@ class Sampling:
         held = self.samplers[name]
         waiting, held.waiting = held.waiting, []
         if isinstance(reply, Exception):
-            del self.samplers[name]  # the next sample may try again
+            del self.samplers[name]  # the next sample may retry
             for sample in waiting:
                 self._leave(sample)
                 self.fail(sample, reply)
@@ -251,12 +254,12 @@ class Sampling:
             self._send(sample, name)
 
     def published(self, name: str) -> None:
-        """The engine froze these weights itself."""
+        """Record that the engine froze these weights itself."""
         self._make_room()
         self.samplers[name] = HeldSampler(is_loaded=True)
 
     def _make_room(self) -> None:
-        """Drop unused samplers; if all are in use there is one more than wanted, until they are not."""
+        """Evict unused samplers. If all are in use, exceed the limit until one is not."""
         unused = [name for name, held in self.samplers.items() if not held.num_users and held.is_loaded]
         for name in unused[: max(0, len(self.samplers) + 1 - self._core.limits.max_loaded_samplers)]:
             self._num_names += 1
@@ -275,7 +278,7 @@ class Sampling:
     # ── replies ───────────────────────────────────────────────────────────────────────────────────────
 
     def complete(self, sample: Sample, flight: Flight) -> None:
-        """Take the engine's reply to a sample."""
+        """Process the engine's reply to a sample."""
         reply = flight.replies[0]
         if isinstance(reply, Exception):
             if not self._retry(sample, reply):
@@ -284,7 +287,7 @@ class Sampling:
             return
         self._leave(sample)
         sample.deaths = 0
-        sample.tokens = reply.prompt_tokens  # it was an estimate where images came without a count
+        sample.tokens = reply.prompt_tokens  # the earlier number was an estimate for images without a count
         num_sampled = sum(len(sequence.tokens) for sequence in reply.sequences)
         self.sampled.add(num_sampled, self._core.now)
         self.fair.charge(sample.user_id, sample.tokens + num_sampled)
@@ -297,10 +300,10 @@ class Sampling:
             self._core.commit(journal.FinishSample(sample, sample.request, reply, counts))
 
     def _retry(self, sample: Sample, error: Exception) -> bool:
-        """Enqueue a sample again that failed by an error of the engine's own; False if that happened too often.
+        """Enqueue a sample again that failed with an internal engine error. Return False if that happened too often.
 
-        No client retries a sample that was accepted and then failed. What fails beside others fails less alone, so
-        after a second failure it is a suspect, as after the death of an engine.
+        Clients do not retry a sample that was accepted and then failed. A sample that fails beside others may succeed
+        alone, so after a second failure it is a suspect, as after the death of an engine.
         """
         if not isinstance(error, EngineError) or not sample.can_repeat or sample.is_cancelled:
             return False
@@ -318,7 +321,7 @@ class Sampling:
         self._enqueue(sample, first=True)
 
     def _leave(self, sample: Sample) -> None:
-        """The engine is done with a sample."""
+        """Record that the engine has finished with a sample."""
         self._end_run(sample)
         self._by_id.pop(sample.request_id, None)
         self.fair.leave(sample.user_id)
@@ -355,13 +358,13 @@ class Sampling:
     # ── giving up ─────────────────────────────────────────────────────────────────────────────────────
 
     def cancel(self, request_id: str) -> None:
-        """Give a sample up, wherever it is."""
+        """Cancel a sample, whether it waits or runs."""
         if (sample := self._by_id.get(request_id)) is None:
             return
         sample.is_cancelled = True
         if sample.status == "queued":
             self._give_up(sample, Cancelled("cancelled by the client"))
-        elif sample.is_sent:  # one that is not sent yet is not sent
+        elif sample.is_sent:  # a sample that is not sent yet is just not sent
             self._core.emit(CancelSample(request_id))
 
     def streamed(self, request_id: str, num_tokens: int) -> None:
@@ -369,14 +372,14 @@ class Sampling:
             sample.num_streamed += num_tokens
 
     def _give_up(self, sample: Sample, error: Exception) -> None:
-        """End a sample that waits."""
+        """Fail a waiting sample."""
         self._dequeue(sample)
         self._by_id.pop(sample.request_id, None)
         self.fair.leave(sample.user_id)
         self.fail(sample, error)
 
     def engine_ended(self, reason: str, is_final: bool) -> None:
-        """Enqueue what the engine had. ``is_final``: no engine can be had, so nothing need wait for one."""
+        """Enqueue the samples that the engine had again. ``is_final``: no engine can be started, so fail them all."""
         self.samplers.clear()
         for sample in reversed(list(self._running.values())):
             self._core.blame(sample)

@@ -1,8 +1,8 @@
-"""What the server calls: submit, sample, wait, cancel, status.
+"""The scheduler's interface for the server: submit, sample, wait, cancel, status.
 
-A submit is answered as soon as its row is committed and never waits for other requests. Who may ask for what is the
-server's business. Each base model has a core with its driver; here requests become operations, results are looked up,
-and what an earlier server left is taken up. All methods are called on one event loop.
+A submit is answered as soon as its row is committed and never waits for other requests. The server checks permissions.
+Each base model has a core with its driver; this module turns requests into operations, looks up results, and recovers
+the requests of an earlier server. Call all methods on one event loop.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from lorimer.types.encoding import EncodedTraining
 log = logging.getLogger("lorimer.scheduler")
 
 MAX_RANK = 512
-"""The engine's own limit, known here so that a larger rank is refused immediately."""
+"""The engine's own limit, repeated here so that a larger rank is refused immediately."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Scheduler:
         self.usage = UsageBuffer(store)
         self.known_losses: dict[str, payloads.CreateLoss] = {}
         self.models: dict[str, Driver] = {}
-        """Those of ``models``, once the scheduler is started."""
+        """The drivers by base model, once the scheduler is started."""
         self._configs = models
         self._supervisors: list[asyncio.Task[None]] = []
         self._is_closing = False
@@ -81,7 +81,7 @@ class Scheduler:
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Take up what an earlier server left. Engines start when something needs them."""
+        """Recover the requests of an earlier server. Engines start on demand."""
         for name in self._configs:
             self.models[name] = self._new_driver(name)
         self._supervisors = [asyncio.create_task(self._supervise(name)) for name in self._configs]
@@ -100,7 +100,7 @@ class Scheduler:
         )
 
     async def _supervise(self, name: str) -> None:
-        """Run the driver of a base model. If it fails by a defect, start a new one from the journal."""
+        """Run the driver of a base model. If it fails because of a bug, start a new one from the journal."""
         for pause in itertools.chain((0.0, 1.0, 5.0), itertools.repeat(30.0)):
             try:
                 await self.models[name].run()
@@ -112,7 +112,7 @@ class Scheduler:
             await take_up(self, [name])
 
     async def close(self, timeout: float = 30.0) -> None:
-        """Finish what is being computed, take a snapshot of every run, end the engines."""
+        """Finish what is being computed, take a snapshot of every run, and stop the engines."""
         self._is_closing = True
         for driver in self.models.values():
             driver.stop_waiting_for_storage()
@@ -120,7 +120,7 @@ class Scheduler:
             async with asyncio.timeout(timeout):
                 await asyncio.gather(*(driver.drain() for driver in self.models.values()))
         except TimeoutError:
-            log.warning("not everything could be finished in %.0f s; it is taken up at the next start", timeout)
+            log.warning("not everything finished within %.0f s; the rest is recovered at the next start", timeout)
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
@@ -166,7 +166,7 @@ class Scheduler:
     async def create_from_weights(
         self, user: User, session: Session, request: types.LoadWeightsRequest, weights: Weights
     ) -> Accepted:
-        """Create a run of the shape of saved weights, which begins with them."""
+        """Create a run with the shape of saved weights and load them."""
         if request.model_seq_id is None:
             raise InvalidInput("model_seq_id is missing; a new run needs one")
         if request.base_model is not None and request.base_model != weights.base_model:
@@ -287,7 +287,7 @@ class Scheduler:
         return await self._submit(self._driver(run.base_model), operation, events.Submitted(operation, run))
 
     def known_run(self, model_id: str) -> Run | None:
-        """Return the row of a run that has something to do here; of others only the store knows."""
+        """Return the row of a run that is active here; others are only in the store."""
         for driver in self.models.values():
             if (run := driver.core.runs.get(model_id)) is not None:
                 return run.row
@@ -310,7 +310,7 @@ class Scheduler:
             await self.store.submit(journal.Consume(operation, run, reason).apply)
 
     async def unload(self, user: User, run: Run) -> Accepted:
-        """Take an idle run out of memory; it comes back when it is used."""
+        """Evict an idle run from memory. Its next use loads it again."""
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -325,7 +325,7 @@ class Scheduler:
     # ── losses and samples ────────────────────────────────────────────────────────────────────────────
 
     async def create_loss(self, user: User, session: Session, request: types.CreateCustomLossRequest) -> Accepted:
-        """Have an uploaded loss checked, by any engine."""
+        """Have any engine validate an uploaded loss."""
         self._check_active(session)
         payload = payloads.CreateLoss(
             loss_id=loss_id(session.session_id, request.custom_loss_seq_id),
@@ -373,7 +373,7 @@ class Scheduler:
         return Accepted(accepted.request_id, sample_sequence_ids=sequence_ids(accepted.request_id, request.num_samples))
 
     async def cancel(self, request_id: str) -> None:
-        """Give a sample up; other requests are carried out all the same."""
+        """Cancel a sample. Other requests cannot be cancelled and continue."""
         operation = self.results.open.get(request_id)
         if isinstance(operation, Sample):
             self._driver(operation.base_model).post(events.Cancelled(request_id))
@@ -396,13 +396,13 @@ class Scheduler:
         return None if row is None else row.user_id
 
     def recent(self, request_id: str) -> Outcome | None:
-        """Return how a request ended, if that was lately."""
+        """Return the outcome of a request that ended recently, if it is cached."""
         if (outcome := self.results.recent(request_id)) is not None:
             self.usage.fetched(request_id)
         return outcome
 
     async def wait(self, request_id: str, timeout: float) -> Outcome:
-        """Return how a request stands, after at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds, and return the outcome or state of a request."""
         if (recent := self.recent(request_id)) is not None:
             return recent
         operation = self.results.open.get(request_id)
@@ -447,7 +447,7 @@ class Scheduler:
 
 
 def queue_state(driver: Driver, operation: Operation) -> tuple[QueueState, str]:
-    """Return why an operation is not finished, for people."""
+    """Return why an operation is not finished, in a readable form."""
     slot, core = driver.slot, driver.core
     if slot.state == "failed":
         return "paused_capacity", f"the engine of {driver.name} has ended and is started again ({slot.error})"
@@ -487,7 +487,7 @@ def check_rank(rank: int) -> int:
 
 
 def choose_seed(seed: int | None) -> int:
-    """Return the seed of a run's weights; it is chosen here, so that a replay begins with the same."""
+    """Choose the seed of a run's weights. It is chosen here so that a replay uses the same."""
     if seed is None:
         return secrets.randbits(62)
     if not 0 <= seed < 2**63:

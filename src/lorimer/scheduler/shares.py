@@ -1,4 +1,4 @@
-"""What users share: accounts of tokens by which they take turns, and limits of which each has a part."""
+"""Fair sharing between users: accounts of tokens by which they take turns, and shared limits."""
 
 import heapq
 from collections import Counter
@@ -6,15 +6,15 @@ from collections.abc import Container
 
 
 class SharedLimit:
-    """A limit that users share: one may take more only while at least as much as they then hold stays free for others.
+    """A limit shared by users: a user may take more only while at least as much as they then hold stays free.
 
-    One user alone reaches half of it, two reach a third each, and so on; whoever comes next finds room.
+    One user alone reaches half of it, two reach a third each, and so on; the next user always finds room.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.held = 0
-        """By all users."""
+        """Held by all users."""
         self._held: Counter[str] = Counter()
 
     def held_by(self, user_id: str) -> int:
@@ -35,9 +35,10 @@ class SharedLimit:
 
 
 class FairShare:
-    """Tokens served by user. A user who comes after a pause starts level with the others, neither ahead nor behind.
+    """Tokens served per user. A user who returns after a pause starts level with the others, neither ahead nor behind.
 
-    The level is the account of the user served last, so that no operation depends on how many users there are.
+    The level is the account of the user served last, so the cost of an operation does not depend on the number of
+    users.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,10 @@ class FairShare:
         self._open: Counter[str] = Counter()
         self._level = 0.0
         self._heap: list[tuple[float, str]] = []
-        """Accounts of users who wait; entries that no longer say what `served` says are passed over."""
+        """Accounts of waiting users; stale entries, which differ from `served`, are skipped."""
 
     def enter(self, user_id: str) -> None:
-        """A request of the user is open from now on."""
+        """Record that the user has an open request."""
         if not self._open[user_id]:
             self._served[user_id] = max(self._served.get(user_id, 0.0), self._level)
         self._open[user_id] += 1
@@ -68,17 +69,17 @@ class FairShare:
         return self._served.get(user_id, self._level)
 
     def reach(self, level: float) -> None:
-        """The user with this account is being served."""
+        """Record that the user with this account is being served."""
         self._level = max(self._level, level)
 
     def offer(self, user_id: str) -> None:
-        """Let `least_served` find the user."""
+        """Make the user eligible for `least_served`."""
         heapq.heappush(self._heap, (self.served(user_id), user_id))
         if len(self._heap) > 64 + 4 * len(self._open):
             self._heap = sorted({(self.served(user), user) for _, user in self._heap if self._open[user] > 0})
 
     def least_served(self, candidates: Container[str]) -> str:
-        """Return the user with the lowest account of those that wait; each was offered."""
+        """Return the waiting user with the lowest account; each candidate was offered."""
         while True:
             served, user = self._heap[0]
             if user in candidates and served == self.served(user):

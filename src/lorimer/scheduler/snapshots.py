@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
 
 WORTH = 20.0
-"""A snapshot waits until the work it secures took this many times as long as the last snapshot."""
+"""A snapshot waits until the work since the last one took this many times as long as that snapshot."""
 
 
 def take_if_due(core: "Core", run: RunState) -> None:
@@ -31,7 +31,7 @@ def take_if_due(core: "Core", run: RunState) -> None:
 
 
 def park(core: "Core", run: RunState, *, is_forced: bool) -> None:
-    """Take a run out of the engine, with ``is_forced`` even if operations wait for it; it comes back when needed."""
+    """Save a run and evict it, with ``is_forced`` even if operations wait for it. It is restored on demand."""
     run.begin_saving("park", is_forced=is_forced)
     core.touch(run)
 
@@ -58,7 +58,7 @@ def advance(core: "Core", run: RunState) -> None:
 
 
 def _save(core: "Core", run: RunState, saving: Saving) -> None:
-    """Have the engine write the run as it is after the last operation it was sent."""
+    """Have the engine write the run as it is after the last operation sent."""
     run.write_saving(saving, core.new_name())
     core.emit(Send(save_command(core, run.model_id, saving.name), SnapshotReply(run.model_id, saving.name)))
 
@@ -76,7 +76,7 @@ def replied(core: "Core", run: RunState, reply: messages.Result | Exception) -> 
 
 
 def verified(core: "Core", run: RunState, name: str, is_whole: bool) -> None:
-    """The newest snapshot so far was checked."""
+    """Handle the verification of the newest snapshot so far."""
     if not is_whole:
         core.emit(Report("warning", f"snapshot {name} is damaged; the one before it is kept", run.model_id))
     saving, load = run.saving, run.loading
@@ -101,7 +101,7 @@ def committed(core: "Core", model_id: str, name: str, row: Run | None, obsolete:
 
 
 def adopt(core: "Core", run: RunState, row: Run | None, obsolete: Iterable[str]) -> None:
-    """The row of the run is ``row`` now, and names the ``obsolete`` snapshots no more."""
+    """Replace the run's row, which no longer names the ``obsolete`` snapshots."""
     if row is not None:
         run.adopt(row)
     if names := list(obsolete):
@@ -109,13 +109,13 @@ def adopt(core: "Core", run: RunState, row: Run | None, obsolete: Iterable[str])
 
 
 def commit_failed(core: "Core", run: RunState, name: str, error: Exception) -> None:
-    # The row may name the snapshot after all; one that nothing names is deleted at the next start.
+    # The row may name the snapshot after all; if not, the next start deletes it.
     if run.saving is not None and run.saving.name == name:
         _failed(core, run, run.saving, error)
 
 
 def _failed(core: "Core", run: RunState, saving: Saving, error: Exception) -> None:
-    # The run goes on; only a replay would take longer. The next attempt comes after as much work again.
+    # The run continues; only a replay would take longer. Retry after as much work again.
     if saving.purpose == "creation":
         run.end_saving()
         if run.restore is not None:
@@ -137,7 +137,7 @@ def _end(core: "Core", run: RunState, saving: Saving) -> None:
 
 
 def engine_ended(core: "Core", run: RunState) -> None:
-    """The engine is gone: a snapshot that it had not finished never comes."""
+    """Discard the unfinished snapshot of an engine that ended."""
     saving = run.saving
     if saving is None:
         return
@@ -148,7 +148,7 @@ def engine_ended(core: "Core", run: RunState) -> None:
 
 
 def advance_load(core: "Core", run: RunState) -> None:
-    """Commit a load, which ends with a snapshot: that must not overtake the results before it."""
+    """Commit a load, which ends with a snapshot, after the results before it."""
     load = run.loading
     if load is None or load.status != "committing" or load.flight is None or load.flight.is_verifying:
         return
@@ -167,7 +167,7 @@ def _commit_load(core: "Core", run: RunState, load: Operation, flight: Flight) -
 
 
 def cancel_load(core: "Core", run: RunState) -> None:
-    """The run leaves its engine: a load that is not being committed is computed again."""
+    """Move a load that is not being committed back to ``held``, because its run leaves the engine."""
     load = run.loading
     if load is None or load.status != "committing" or load.flight is None or load.flight.is_committing:
         return

@@ -1,4 +1,4 @@
-"""How the scheduler stands, for metrics and people: queues by user and kind, rates, served models."""
+"""Statistics of the scheduler for metrics and the overview: queues by user and kind, rates, served models."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
@@ -15,12 +15,12 @@ RATE_SECONDS = 60.0
 
 
 class TokenRate:
-    """Counts tokens, and how many a second there were in the last minute. The caller says what time it is."""
+    """Counts tokens, and the tokens per second over the last minute. The caller passes the time."""
 
     def __init__(self) -> None:
         self.total = 0
         self._recent: deque[tuple[float, int]] = deque()
-        """When a piece of a second or more began, and its tokens."""
+        """The start of each interval of a second or more, and its tokens."""
 
     def add(self, num_tokens: int, now: float) -> None:
         self.total += num_tokens
@@ -32,7 +32,7 @@ class TokenRate:
             self._recent.append((now, num_tokens))
 
     def per_second(self, now: float) -> float:
-        """Return the rate over the last minute, or since the first token of it if that is less."""
+        """Return the rate over the last minute, or since the first token if that is less."""
         self._forget(now)
         if not self._recent:
             return 0.0
@@ -45,7 +45,7 @@ class TokenRate:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """How a base model stands."""
+    """The state of a base model."""
 
     name: str
     state: Literal["idle", "starting", "ready", "failed"]
@@ -61,21 +61,21 @@ class ServedModel:
     tokens_trained: int
     tokens_sampled: int
     training_rate: float
-    """Tokens in a second, over the last minute."""
+    """Tokens per second over the last minute."""
     sampling_rate: float
     pid: int | None
-    """Of the engine's process."""
+    """The process id of the engine."""
 
 
 @dataclass(frozen=True)
 class QueuedRequests:
-    """Of one user, run and kind, what waits or is being computed."""
+    """Queued or running requests of one user, run and kind."""
 
     user_id: str
     kind: str
     num_requests: int
     num_tokens: int
-    """Of their data or prompts; steps, saves and loads have none."""
+    """Tokens of their data or prompts; steps, saves and loads have none."""
     run_id: str | None = None
     """The run they belong to, or whose weights they sample."""
 
@@ -83,9 +83,9 @@ class QueuedRequests:
 @dataclass(frozen=True)
 class SchedulerStats:
     queued: list[QueuedRequests]
-    """By user, kind and run; no entry without requests."""
+    """By user, kind and run; only entries with requests."""
     operations_by_run: dict[str, int]
-    """Unfinished ones, of runs that have any."""
+    """Unfinished operations, of runs that have any."""
     models: list[ServedModel]
 
     @property
@@ -100,7 +100,7 @@ class SchedulerStats:
 def take_stats(
     unanswered: Iterable["Operation"], cores: Collection["Core"], models: list[ServedModel]
 ) -> SchedulerStats:
-    """``unanswered`` are the journaled requests; direct samples are not among those."""
+    """Collect the statistics. ``unanswered`` are the journaled requests, which exclude direct samples."""
     requests: Counter[tuple[str, str, str]] = Counter()
     tokens: Counter[tuple[str, str, str]] = Counter()
     operations = [operation for operation in unanswered if operation.kind != "sample"]

@@ -1,4 +1,4 @@
-"""Samples whose callers wait for them: their tokens as they are drawn, and the result when all are there."""
+"""Direct samples, whose callers wait for them: tokens are streamed as they are drawn, then the result."""
 
 import asyncio
 import secrets
@@ -29,12 +29,12 @@ class Piece:
     logprobs: list[float]
     topk_logprobs: types.TopkLogprobs | None = None
     stop_reason: types.StopReason | None = None
-    """With the last ones."""
+    """Set with the last tokens."""
 
 
 @dataclass(eq=False)
 class DirectSample:
-    """A sample under way, from the side of its caller, who must ``close`` it in any case."""
+    """A running sample from the side of its caller, who must ``close`` it in any case."""
 
     sample: Sample
     driver: "Driver"
@@ -54,7 +54,7 @@ class DirectSample:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """The number of prompt tokens."""
         return self.sample.tokens
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
@@ -75,7 +75,7 @@ class DirectSample:
         if not self.answer.done():
             if isinstance(result, LorimerError):
                 self.answer.set_exception(result)
-                self.answer.exception()  # the caller may have gone
+                self.answer.exception()  # retrieve the exception; the caller may have disconnected
             else:
                 self.answer.set_result(result)
         self._arrived.set()
@@ -120,7 +120,7 @@ def start_sample(
 
 
 def merge(progress: Sequence[messages.SampleProgress]) -> list[Piece]:
-    """Return one piece for each sequence."""
+    """Merge progress messages into one piece for each sequence."""
     by_index: dict[int, list[messages.SampleProgress]] = {}
     for one in progress:
         by_index.setdefault(one.index, []).append(one)

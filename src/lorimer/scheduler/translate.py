@@ -19,7 +19,7 @@ TYPICAL_IMAGE_TOKENS = 256
 
 
 def to_forward_backward(operation: Operation) -> messages.EncodedForwardBackward:
-    """Return the command of a training operation, whose payload is not needed any more."""
+    """Return the command of a training operation and drop its payload."""
     payload, operation.payload = operation.payload, b""
     return messages.EncodedForwardBackward(
         request_id=operation.request_id,
@@ -30,7 +30,7 @@ def to_forward_backward(operation: Operation) -> messages.EncodedForwardBackward
 
 
 def estimated_tokens(model_input: types.ModelInput) -> int:
-    """The length of an input before a model has counted its images; exact where they say what they expect."""
+    """Estimate the length of an input before a model has counted its images; exact if they have ``expected_tokens``."""
     return sum(
         TYPICAL_IMAGE_TOKENS if isinstance(chunk, types.ImageChunk) and chunk.expected_tokens is None else chunk.length
         for chunk in model_input.chunks
@@ -38,7 +38,7 @@ def estimated_tokens(model_input: types.ModelInput) -> int:
 
 
 def encoded_training(request: types.TrainingRequest) -> EncodedTraining:
-    """The request as the scheduler takes it."""
+    """Encode the request for the scheduler."""
     payload = encode_training_request(request)
     return EncodedTraining(
         model_id=request.model_id,
@@ -53,13 +53,13 @@ def encoded_training(request: types.TrainingRequest) -> EncodedTraining:
 
 
 def encoded_sample(request: types.SampleRequest) -> tuple[types.SampleRequest, bytes]:
-    """The request with a seed, and its JSON, which the journal keeps."""
+    """Return the request with a seed, and its JSON, which the journal stores."""
     request = with_seed(request)
     return request, request.model_dump_json(exclude_none=True).encode()
 
 
 def with_seed(request: types.SampleRequest) -> types.SampleRequest:
-    """A sample that is lost is run again; with a seed of its own it comes out the same."""
+    """Choose a seed if there is none, so that a sample that is computed again gives the same result."""
     if request.sampling_params.seed is not None:
         return request
     params = request.sampling_params.model_copy(update={"seed": secrets.randbits(62)})
@@ -156,7 +156,7 @@ def _topk(found: messages.TopkLogprobs | None) -> types.TopkLogprobs | None:
 
 
 def _scored(scores: np.ndarray | None, asked: TensorData | None) -> TensorData | None:
-    """The scores in the layout of the ids that were asked for, 0 where the id was -1."""
+    """Return the scores in the layout of the requested ids, 0 where the id was -1."""
     if scores is None or asked is None:
         return None
     if asked.csr is None:

@@ -1,4 +1,4 @@
-"""Collects which results were fetched and which runs and samplers were used, and writes them together once a second."""
+"""Buffers which results were fetched and which runs and samplers were used, and persists them once a second."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ class UsageBuffer:
         try:
             await self._store.write(_write, fetched, used_runs, used_samplers)
         except StorageError as error:
-            log.warning("the last use of runs and samplers was not stored: %s", error)
+            log.warning("cannot persist the last use of runs and samplers: %s", error)
         self._writing = None
         if self._fetched or self._runs or self._samplers:
             self._schedule()

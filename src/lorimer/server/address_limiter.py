@@ -22,7 +22,7 @@ class AddressLimiter:
     """Counts the requests held for each client address."""
 
     def __init__(self, settings: Settings) -> None:
-        self.most = settings.max_requests_per_address
+        self.max_requests = settings.max_requests_per_address
         self._proxies = settings.proxy_networks()
         self._held: Counter[str] = Counter()
 
@@ -34,7 +34,7 @@ class AddressLimiter:
         """
         self._held[address] += 1
         try:
-            yield not address or self._held[address] <= self.most
+            yield not address or self._held[address] <= self.max_requests
         finally:
             self._held[address] -= 1
             if not self._held[address]:

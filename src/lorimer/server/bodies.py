@@ -38,12 +38,12 @@ Head = TypeVar("Head")
 async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes:
     """Return the whole decompressed body. Raise ``TooLarge`` beyond the limits before allocating the memory."""
     context = context_of(request)
-    most = context.settings.max_decompressed_bytes if limits is None else limits.max_bytes
+    max_bytes = context.settings.max_decompressed_bytes if limits is None else limits.max_bytes
     chunks, encoding = await _receive_body(request)
     size = sum(map(len, chunks))
     setting = limits.setting if limits is not None else "max_decompressed_bytes"
     try:
-        small = _inline_body(chunks, size, encoding, most)
+        small = _inline_body(chunks, size, encoding, max_bytes)
         if small is not None:
             return small
         body = BodyMemory(_user_id(request))
@@ -51,7 +51,7 @@ async def read_body(request: Request, limits: BodyLimits | None = None) -> bytes
         try:
             memory.grow(body, size)
             return await asyncio.to_thread(
-                lambda: decompress(b"".join(chunks), encoding, most, lambda more: memory.grow(body, more))
+                lambda: decompress(b"".join(chunks), encoding, max_bytes, lambda more: memory.grow(body, more))
             )
         finally:
             memory.release(body)
@@ -98,16 +98,16 @@ async def _receive_body(request: Request) -> tuple[list[bytes], str]:
     return chunks, encoding
 
 
-def _inline_body(chunks: Sequence[bytes], size: int, encoding: str, most: int) -> bytes | None:
-    """Return the decompressed body if it is small, else none. Raise ``TooLarge`` if it exceeds ``most``."""
-    if encoding in ("", "identity") and size > most:
-        raise too_large(most)
+def _inline_body(chunks: Sequence[bytes], size: int, encoding: str, max_bytes: int) -> bytes | None:
+    """Return the decompressed body if it is small, else none. Raise ``TooLarge`` if it exceeds ``max_bytes``."""
+    if encoding in ("", "identity") and size > max_bytes:
+        raise too_large(max_bytes)
     if size > INLINE_BYTES:
         return None
     try:
-        return decompress(b"".join(chunks), encoding, min(most, INLINE_BYTES))
+        return decompress(b"".join(chunks), encoding, min(max_bytes, INLINE_BYTES))
     except TooLarge:
-        if most <= INLINE_BYTES:
+        if max_bytes <= INLINE_BYTES:
             raise
         return None
 

@@ -55,9 +55,11 @@ def chat_limits(settings: Settings) -> BodyLimits:
 
 
 def metrics_limits(settings: Settings) -> BodyLimits:
-    most = settings.max_metric_values_per_request
-    json = JsonLimits(settings.max_json_depth, 6 * most + 100, 2 * most + 100, "max_metric_values_per_request")
-    return _capped_limits(settings, max(MIB, _METRIC_BYTES * most), "max_metric_values_per_request", json)
+    max_values = settings.max_metric_values_per_request
+    json = JsonLimits(
+        settings.max_json_depth, 6 * max_values + 100, 2 * max_values + 100, "max_metric_values_per_request"
+    )
+    return _capped_limits(settings, max(MIB, _METRIC_BYTES * max_values), "max_metric_values_per_request", json)
 
 
 def training_body_limits(settings: Settings) -> BodyLimits:

@@ -17,9 +17,9 @@ from lorimer.types.training import LOSSES, TrainingRequest
 _SHOWN_CHARS = 200
 
 
-def check_count(what: str, number: int, most: int, setting: str) -> None:
-    if number > most:
-        raise TooLarge(f"{what} is {number}; at most {most} is accepted ({setting})")
+def check_count(what: str, number: int, maximum: int, setting: str) -> None:
+    if number > maximum:
+        raise TooLarge(f"{what} is {number}; at most {maximum} is accepted ({setting})")
 
 
 def check_chunks(where: str, model_input: ModelInput) -> int:

@@ -46,7 +46,7 @@ class DecodingMemory:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._most, self._most_of_user = settings.max_decoding_bytes, settings.max_decoding_bytes_per_user
+        self._max_bytes, self._max_bytes_per_user = settings.max_decoding_bytes, settings.max_decoding_bytes_per_user
         self._lock = threading.Lock()
         self._bodies: dict[BodyMemory, None] = {}
         """Ordered by arrival."""
@@ -63,12 +63,14 @@ class DecodingMemory:
         with self._lock:
             self._bodies.setdefault(body)
             own = [one for one in self._bodies if one.user_id == body.user_id]
-            for whose, bodies, most, setting in (
-                ("your requests", own, self._most_of_user, "max_decoding_bytes_per_user"),
-                ("requests", list(self._bodies), self._most, "max_decoding_bytes"),
+            for whose, bodies, limit, setting in (
+                ("your requests", own, self._max_bytes_per_user, "max_decoding_bytes_per_user"),
+                ("requests", list(self._bodies), self._max_bytes, "max_decoding_bytes"),
             ):
-                if body is not bodies[0] and num_bytes + sum(one.num_bytes for one in bodies) > most:
-                    detail = f"more than {most} bytes of bodies of {whose} are being decoded ({setting}); send it again"
+                if body is not bodies[0] and num_bytes + sum(one.num_bytes for one in bodies) > limit:
+                    detail = (
+                        f"more than {limit} bytes of bodies of {whose} are being decoded ({setting}); send it again"
+                    )
                     if not body.num_bytes:  # this was its first request for memory
                         del self._bodies[body]
                     raise Refusal(429, "too_many_bytes", detail)
@@ -254,8 +256,8 @@ class Decoders:
         self._begin(user_id)
 
     def _has_room(self, user_id: str) -> bool:
-        most = self._settings.decoder_processes
-        return self._num_running < most and self._running_of.get(user_id, 0) < max(1, most - 1)
+        limit = self._settings.decoder_processes
+        return self._num_running < limit and self._running_of.get(user_id, 0) < max(1, limit - 1)
 
     def _begin(self, user_id: str) -> None:
         self._num_running += 1

@@ -59,7 +59,7 @@ class Guard:
         self._app = app
         self._hosts = HostRule(settings)
         self._addresses = AddressLimiter(settings)
-        self._most = settings.max_concurrent_requests
+        self._max_requests = settings.max_concurrent_requests
         self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,10 +128,12 @@ class Guard:
         lengths = headers.getlist("content-length") + headers.getlist("transfer-encoding")
         if len(lengths) > 1:
             return error_response(scope, 400, "bad_framing", "the length of the body is given twice; once is accepted")
-        if self._num_held > self._most:
-            return error_response(scope, 429, "too_many_requests", f"{self._most} requests are being held; come back")
+        if self._num_held > self._max_requests:
+            return error_response(
+                scope, 429, "too_many_requests", f"{self._max_requests} requests are being held; come back"
+            )
         if not has_room:
-            detail = f"{self._addresses.most} requests from your address are being held; come back"
+            detail = f"{self._addresses.max_requests} requests from your address are being held; come back"
             return error_response(scope, 429, "too_many_requests", detail)
         return None
 

@@ -15,21 +15,21 @@ Clients send one every ten seconds and may lose the network for minutes.
 
 
 class LiveSessions:
-    """The live sessions of each user, at most ``most`` per user."""
+    """The live sessions of each user, at most ``max_sessions`` per user."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_sessions: int) -> None:
+        self._max_sessions = max_sessions
         self._last_seen: dict[str, dict[str, float]] = {}
 
     def check_room(self, user_id: str) -> None:
         """Raise ``TooLarge`` if the user cannot open another session."""
         last_seen = self._last_seen.get(user_id, {})
-        if len(last_seen) >= self._most:
+        if len(last_seen) >= self._max_sessions:
             self._evict_expired(last_seen)
-        if len(last_seen) >= self._most:
+        if len(last_seen) >= self._max_sessions:
             raise TooLarge(
-                f"you have {len(last_seen)} open sessions; at most {self._most} is accepted (max_sessions_per_user): "
-                "finish some, or wait until ten minutes after their last heartbeat"
+                f"you have {len(last_seen)} open sessions; at most {self._max_sessions} is accepted "
+                "(max_sessions_per_user): finish some, or wait until ten minutes after their last heartbeat"
             )
 
     def touch(self, user_id: str, session_id: str) -> None:

@@ -21,9 +21,9 @@ MAX_EVENT_BYTES = 64 * 1024
 CORE = ("event", "event_id", "event_session_index", "severity", "timestamp", "event_name", "error_type")
 
 
-def clean_events(events: list[Any], most: int) -> list[dict[str, Any]]:
-    """Redact the first `most` events that are objects. Reduce very large events to their main fields."""
-    return [clean_event(event) for event in events[:most] if isinstance(event, dict)]
+def clean_events(events: list[Any], max_events: int) -> list[dict[str, Any]]:
+    """Redact the first `max_events` events that are objects. Reduce very large events to their main fields."""
+    return [clean_event(event) for event in events[:max_events] if isinstance(event, dict)]
 
 
 def clean_event(event: dict[str, Any]) -> dict[str, Any]:

@@ -163,11 +163,11 @@ def raise_file_limit(num_requests: int) -> None:
     """Raise the limit of open files, usually 1,024: each held request needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_requests + SPARE_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < num_requests:
-        logger.warning("at most %d files can be open, so about that many requests can wait concurrently", most)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < num_requests:
+        logger.warning("at most %d files can be open, so about that many requests can wait concurrently", limit)
 
 
 def install_signal_handlers(stop: asyncio.Event) -> None:

@@ -27,7 +27,7 @@ class Periodic:
         try:
             await self._job()
         except Exception:
-            logger.exception("%s failed; it is tried again in %g s", self._name, self._seconds)
+            logger.exception("%s failed; retrying in %g s", self._name, self._seconds)
         self.start()
 
     async def stop(self) -> None:

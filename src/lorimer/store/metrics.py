@@ -212,25 +212,25 @@ def _engine_series(
     return series, Cursor(cursor.entry_id, int(ends[-1]) if len(ends) else ended_by, num_steps + len(ends))
 
 
-def _add_names(c: Connection, model_id: str, names: set[str], most: int) -> None:
+def _add_names(c: Connection, model_id: str, names: set[str], maximum: int) -> None:
     known = set(c.execute(select(metric_names.c.name).where(metric_names.c.model_id == model_id)).scalars())
-    if len(known | names) > most:
+    if len(known | names) > maximum:
         raise TooLarge(
-            f"the run would have {len(known | names)} reported metrics; at most {most} is accepted "
+            f"the run would have {len(known | names)} reported metrics; at most {maximum} is accepted "
             "(max_metric_names_per_run)"
         )
     if added := sorted(names - known):
         c.execute(metric_names.insert(), [{"model_id": model_id, "name": name} for name in added])
 
 
-def _count(c: Connection, model_id: str, number: int, most: int) -> None:
+def _count(c: Connection, model_id: str, number: int, maximum: int) -> None:
     """Update the run's number of values, which is stored because counting a long run is too slow."""
     of_run = metric_totals.c.model_id == model_id
     known = c.execute(select(metric_totals.c.num_values).where(of_run)).scalar()
     total = (known or 0) + number
-    if total > most:
+    if total > maximum:
         raise TooLarge(
-            f"the run would have {total} reported values; at most {most} is accepted (max_metric_values_per_run)"
+            f"the run would have {total} reported values; at most {maximum} is accepted (max_metric_values_per_run)"
         )
     if known is None:
         c.execute(metric_totals.insert(), {"model_id": model_id, "num_values": total})

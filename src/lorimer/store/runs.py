@@ -104,12 +104,12 @@ def create_run(
     return record(Run, c.execute(_GET, {"model_id": model_id}).one())
 
 
-def check_room(c: Connection, session_id: str, model_seq_id: int, most: int) -> None:
-    """Refuse a new run if the session already has ``most``. An existing number is not a new run."""
+def check_room(c: Connection, session_id: str, model_seq_id: int, max_runs: int) -> None:
+    """Refuse a new run if the session already has ``max_runs``. An existing number is not a new run."""
     members = select(func.count()).select_from(runs).where(runs.c.session_id == session_id)
     number = c.execute(members).scalar_one()
-    if number >= most and get_run(c, f"{session_id}:train:{model_seq_id}") is None:
-        raise TooLarge(f"the session has {number} training runs; at most {most} is accepted (max_runs_per_session)")
+    if number >= max_runs and get_run(c, f"{session_id}:train:{model_seq_id}") is None:
+        raise TooLarge(f"the session has {number} training runs; at most {max_runs} is accepted (max_runs_per_session)")
 
 
 def get_run(c: Connection, model_id: str) -> Run | None:

@@ -119,12 +119,12 @@ def decode_training_request(
                 request_protobuf.read,
             )
         case "application/json" | "":
-            most = limits.max_datums if limits else None
+            max_datums = limits.max_datums if limits else None
             return _decode(
                 forward_only,
                 lambda: request_json.parse(body, limits.json if limits else None),
                 request_json.address,
-                lambda values, forward_only: request_json.read(values, forward_only, most),
+                lambda values, forward_only: request_json.read(values, forward_only, max_datums),
             )
     raise InvalidTrainingRequest(f"Content-Type {content_type[:100]!r} is neither application/json nor {PROTOBUF}")
 

@@ -89,12 +89,12 @@ def count_outside_strings(body: bytes, limits: JsonLimits | None = None) -> Coun
 def _check(counts: Counts, limits: JsonLimits) -> None:
     if counts.depth > limits.depth:
         raise InvalidInput(f"it is nested deeper than {limits.depth} levels")
-    for what, number, most in (
+    for what, number, maximum in (
         ("lists and objects", counts.containers, limits.containers),
         ("values", counts.values, limits.values),
     ):
-        if number > most:
-            raise TooLarge(f"the body holds more than {most} {what}; fewer are accepted here ({limits.setting})")
+        if number > maximum:
+            raise TooLarge(f"the body holds more than {maximum} {what}; fewer are accepted here ({limits.setting})")
 
 
 def refuse_doubled_keys(body: bytes, value: Any, counts: Counts) -> None:

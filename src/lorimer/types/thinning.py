@@ -51,14 +51,14 @@ def join(parts: Sequence[Columns]) -> Columns:
     return ordered.take(np.append(ordered.steps[1:] != ordered.steps[:-1], True))
 
 
-def thin(columns: Columns, most: int) -> Columns:
-    """Keep at most ``most`` points, which must be `POINTS_PER_BUCKET` or more."""
-    assert most >= POINTS_PER_BUCKET
-    if len(columns.steps) <= most:
+def thin(columns: Columns, max_points: int) -> Columns:
+    """Keep at most ``max_points`` points, which must be `POINTS_PER_BUCKET` or more."""
+    assert max_points >= POINTS_PER_BUCKET
+    if len(columns.steps) <= max_points:
         return columns
-    shift = (len(columns.steps) * POINTS_PER_BUCKET // most).bit_length() - 1  # a smaller shift cannot suffice
+    shift = (len(columns.steps) * POINTS_PER_BUCKET // max_points).bit_length() - 1  # a smaller shift cannot suffice
     starts = first_of_each(columns.steps >> shift)
-    while len(starts) * POINTS_PER_BUCKET > most:
+    while len(starts) * POINTS_PER_BUCKET > max_points:
         shift += 1
         starts = first_of_each(columns.steps >> shift)
     kept = columns.take(_kept(columns.values, starts))
@@ -74,13 +74,13 @@ def _kept(values: Floats, starts: NDArray[np.intp]) -> NDArray[np.intp]:
     ends = np.append(starts[1:], len(values))
     bucket_of = np.repeat(np.arange(len(starts)), ends - starts)
     finite = np.isfinite(values)
-    least = np.minimum.reduceat(np.where(finite, values, np.inf), starts)[bucket_of]
-    greatest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)[bucket_of]
+    smallest = np.minimum.reduceat(np.where(finite, values, np.inf), starts)[bucket_of]
+    largest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)[bucket_of]
 
     def first(wanted: Flags) -> NDArray[np.intp]:
         """Return the first matching value of each bucket that has one."""
         found = np.flatnonzero(wanted)
         return found[first_of_each(bucket_of[found])]
 
-    chosen = [starts, ends - 1, first(values == least), first(values == greatest), first(~finite)]
+    chosen = [starts, ends - 1, first(values == smallest), first(values == largest), first(~finite)]
     return np.unique(np.concatenate(chosen))

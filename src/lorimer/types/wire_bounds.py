@@ -101,12 +101,12 @@ def _check_shape(body: bytes, start: int, end: int, found: Found) -> None:
 
 def _fields(body: bytes, at: int, end: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
     """Yield the number, wire type, start and end of each field's value."""
-    most = found._limits.fields
+    max_fields = found._limits.fields
     while at < end:
         found.num_fields += 1
-        if found.num_fields > most:
+        if found.num_fields > max_fields:
             raise TooMany(
-                f"the request holds more than {most} chunks, tensors, spans and other fields; fewer are accepted "
+                f"the request holds more than {max_fields} chunks, tensors, spans and other fields; fewer are accepted "
                 "(64 for each of max_datums_per_operation)",
                 found,
             )

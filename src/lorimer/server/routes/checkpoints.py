@@ -261,9 +261,9 @@ async def copy_weights(request: Request) -> Response:
     expires_at = None if ttl is None else context.now() + timedelta(seconds=ttl)
     key = request.headers.get("x-idempotency-key", "")
     check_text(context.settings, x_idempotency_key=key)
-    most = context.settings.max_runs_per_session
+    max_runs = context.settings.max_runs_per_session
     quota = context.settings.max_stored_bytes
-    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key, most, quota)
+    path = await context.store.write(copy_checkpoint, user.user_id, source, body, expires_at, key, max_runs, quota)
     return reply(types.CopyWeightsResponse(tinker_path=path))
 
 

@@ -45,8 +45,8 @@ async def get_metrics(request: Request) -> Response:
     """Return a run's points that are new or rewritten since a cursor, thinned to `max_points` if given."""
     run = await find_run(request, request.path_params["run_id"])
     after, choice = query_cursor(request), query_choice(request)
-    most = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
-    limit = query_number(request, "limit", most, most)
+    max_entries = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
+    limit = query_number(request, "limit", max_entries, max_entries)
     store = context_of(request).store
     found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_PER_READ), choice)
     while choice.max_points is not None and found.has_more and found.num_entries < limit:
@@ -76,9 +76,11 @@ def query_choice(request: Request) -> Choice:
     last = query_number(request, "last_step", LAST_STEP, LAST_STEP)
     if first > last:
         raise InvalidInput(f"first_step is {first} and last_step is {last}; a last step that is not before is accepted")
-    most = query_number(request, "max_points", 0, MAX_POINTS, POINTS_PER_BUCKET) if "max_points" in asked else None
+    max_points = (
+        query_number(request, "max_points", 0, MAX_POINTS, POINTS_PER_BUCKET) if "max_points" in asked else None
+    )
     steps = (first, last) if asked.keys() & {"first_step", "last_step"} else None
-    return Choice(names, steps, most)
+    return Choice(names, steps, max_points)
 
 
 def query_cursor(request: Request) -> Cursor:
@@ -97,9 +99,9 @@ async def report_metrics(request: Request) -> Response:
     body = await decode(request, ReportMetricsRequest, metrics_limits(context.settings))
     settings, now = context.settings, time.time()
     number = sum(len(point.values) for point in body.points)
-    most = settings.max_metric_values_per_request
-    check_count("the number of points", len(body.points), most, "max_metric_values_per_request")
-    check_count("the number of values", number, most, "max_metric_values_per_request")
+    max_values = settings.max_metric_values_per_request
+    check_count("the number of points", len(body.points), max_values, "max_metric_values_per_request")
+    check_count("the number of values", number, max_values, "max_metric_values_per_request")
     for name in {name for point in body.points for name in point.values}:
         check_metric_name(name)
     reports = [

@@ -27,12 +27,12 @@ def query_text(request: Request, name: str) -> str | None:
     return text
 
 
-def query_number(request: Request, name: str, default: int, most: int = 2**53, least: int = 0) -> int:
+def query_number(request: Request, name: str, default: int, maximum: int = 2**53, minimum: int = 0) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= most):
-        raise InvalidInput(f"{name} is {quote_id(text)}; {least} to {most} is accepted")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and minimum <= int(text) <= maximum):
+        raise InvalidInput(f"{name} is {quote_id(text)}; {minimum} to {maximum} is accepted")
     return int(text)
 
 
