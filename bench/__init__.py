@@ -1,11 +1,11 @@
-"""Lorimer's engine measured against plain transformers with PEFT, back to back in one run: ``python -m bench``.
+"""Benchmarks Lorimer's engine against plain transformers with PEFT, alternating in one run: ``python -m bench``.
 
-``models.py`` has the models, ``workloads.py`` the data, ``ours.py`` and ``peers.py`` the two sides, ``rows.py`` what is
-measured, ``report.py`` the table and the aims; ``service/`` puts a server under load. What the figures mean is in
-``docs/benchmarks.md``.
+``models.py`` has the models, ``workloads.py`` the data, ``ours.py`` and ``peers.py`` the two sides, ``rows.py`` the
+measurements, ``report.py`` the table and the targets; ``service/`` load-tests a server. ``docs/benchmarks.md`` explains
+the figures.
 """
 
 import os
 
-# As in an engine's own process, and the same for both sides; torch reads it when it is loaded.
+# Same as in an engine process, for both sides. Set before torch is imported, which reads it.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")

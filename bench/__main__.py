@@ -1,4 +1,4 @@
-"""``python -m bench``: measure, and print a Markdown table. Progress goes to standard error."""
+"""``python -m bench``: run benchmarks and print a Markdown table. Progress goes to standard error."""
 
 import argparse
 import os
@@ -27,14 +27,14 @@ from lorimer.engine.config import Dtype
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--model", choices=["small", "smol", "all"], default="all")
-    parser.add_argument("--quick", action="store_true", help="a minuscule model: shows that everything runs, no more")
+    parser.add_argument("--quick", action="store_true", help="smoke test with a minuscule model")
     parser.add_argument("--simulate", action="store_true", help="run the scheduler's core on a virtual clock instead")
-    parser.add_argument("--service", action="store_true", help="load a server on this machine instead of the engine")
+    parser.add_argument("--service", action="store_true", help="load-test a server instead of the engine")
     rows_help = f"some of {','.join(ROWS)}; with --service of {','.join(SERVICE_ROWS)}"
     parser.add_argument("--rows", help=rows_help)
-    parser.add_argument("--threads", type=int, default=0, help="0 takes all cores this process may use")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of each row, where its time allows")
-    parser.add_argument("--output", type=Path, help="a file that gets the table too")
+    parser.add_argument("--threads", type=int, default=0, help="0 uses all cores available to this process")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each row, within its time budget")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--profile", action="store_true", help="profile our SFT step and decoding instead of measuring")
     options = parser.parse_args(arguments)
     rows = list(SERVICE_ROWS if options.service else ROWS)
@@ -46,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def choose_dtypes() -> tuple[list[Dtype], str]:
-    """The dtypes worth measuring, and a sentence about it."""
+    """Return the dtypes to measure and a sentence that explains the choice."""
     slowdown = bfloat16_slowdown()
     if slowdown > MAX_SLOWDOWN:
         reason = f"its matrix products take {slowdown:.1f} times as long as those of float32 on this machine"
@@ -55,7 +55,7 @@ def choose_dtypes() -> tuple[list[Dtype], str]:
 
 
 def measure(contest: Contest, rows: list[str]) -> tuple[str, bool]:
-    """The table, and whether every row succeeded; one that fails does not take the others with it."""
+    """Return the table and whether every row succeeded. A row that fails does not stop the others."""
     lines, failed = [], []
     for row in rows:
         try:
@@ -68,7 +68,7 @@ def measure(contest: Contest, rows: list[str]) -> tuple[str, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what the arguments ask for; 1 when something failed, 0 else, whether or not aims are met."""
+    """Run the selected benchmarks. Return 1 if one failed, else 0, whether or not targets are met."""
     options = parse(arguments)
     num_threads = options.threads or _num_cores()
     start = time.perf_counter()
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load_service(options: argparse.Namespace, num_threads: int) -> tuple[list[str], bool]:
-    """Paragraphs of the report, and whether every row succeeded."""
+    """Return the paragraphs of the report and whether every row succeeded."""
     parts = [describe_machine(num_threads)]
     if options.quick:
         parts.append("Small loads on one server: the figures mean nothing.")
@@ -95,7 +95,7 @@ def load_service(options: argparse.Namespace, num_threads: int) -> tuple[list[st
 
 
 def race_engine(options: argparse.Namespace, num_threads: int) -> tuple[list[str], bool]:
-    """As ``load_service``, for the engine against its peers."""
+    """Return the same as ``load_service``, for the engine against its peers."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
@@ -118,7 +118,7 @@ def race_engine(options: argparse.Namespace, num_threads: int) -> tuple[list[str
 
 
 def _num_cores() -> int:
-    # Not every system can say which cores a process may use.
+    # Not every system has sched_getaffinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

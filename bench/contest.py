@@ -1,4 +1,4 @@
-"""One model opened by both sides in every dtype that is worth it, and what the rows share about it."""
+"""A model loaded by both sides in every measured dtype, and the state that the rows share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from lorimer.engine.config import Dtype
 from lorimer.engine.messages import Datum
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Difference of losses, for a weight of 1, up to which both sides computed the same thing."""
+"""Maximum difference of losses, for a weight of 1, at which both sides count as equal."""
 
 
 @dataclass
@@ -21,23 +21,23 @@ class Contest:
     directory: Path
     """The base model."""
     adapter: Path
-    """What every run begins with."""
+    """The initial adapter of every run."""
     ours: dict[Dtype, Lorimer]
     peers: dict[Dtype, Peft]
     num_rounds: int
     num_threads: int
     progress: Progress
     fastest: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Names of the winners by row and team, for rows that take only the fastest."""
+    """Names of the fastest contestants by row and team, for rows that measure only these."""
 
     @property
     def best_ours(self) -> Lorimer:
-        """In the dtype that trained fastest; in the first there is before anything was measured."""
+        """Return our engine in the dtype that trained fastest, or the first one before any measurement."""
         name = self.fastest.get(("sft", "ours"), "")
         return next((side for dtype, side in self.ours.items() if dtype in name), next(iter(self.ours.values())))
 
     def compete(self, row: str, contestants: list[Contestant]) -> Timings:
-        """Run the contestants of a row, and remember who won."""
+        """Run the contestants of a row and store the fastest of each team."""
         timings = compete(
             contestants,
             num_rounds=self.num_rounds,
@@ -52,7 +52,7 @@ class Contest:
 def open_contest(
     shape: ModelShape, dtypes: list[Dtype], root: Path, num_rounds: int, num_threads: int, progress: Progress
 ) -> Contest:
-    """Make the model and an adapter under ``root``, and open them on both sides."""
+    """Write the model and an adapter to ``root`` and load them on both sides."""
     directory, adapter = root / shape.name, root / f"{shape.name}-adapter"
     progress(f"{shape.name}: making the model")
     shape.write(directory)
@@ -63,7 +63,7 @@ def open_contest(
 
 
 class LossCheck:
-    """Makes sure that all contestants of a round computed the same loss."""
+    """Checks that all contestants of a round compute the same loss."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, float]] = {}

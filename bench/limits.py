@@ -1,4 +1,4 @@
-"""What the machine can do at all: the time of a model's matrix products alone, and whether bfloat16 is worth a try.
+"""Measures the limits of the machine: the time of a model's matrix products alone, and the slowdown of bfloat16.
 
 The limit of a training step is the forward product and the product with the transposed weight of every linear layer,
 and the six products of its LoRA pair, with torch's own kernels: no attention, norm, softmax, optimiser or Python.
@@ -17,14 +17,14 @@ MAX_SLOWDOWN = 3.0
 
 
 def bfloat16_slowdown(seconds: float = 1.0) -> float:
-    """How much longer than in float32 a product takes in bfloat16, for training or for decoding, the better of both."""
+    """Return the time of a bfloat16 product over float32, for training or for decoding, whichever is smaller."""
     return min(
         _probe(torch.bfloat16, rows, seconds / 4) / _probe(torch.float32, rows, seconds / 4) for rows in (16, 512)
     )
 
 
 def gemm_seconds(linear_shapes: list[tuple[int, int]], num_tokens: int, dtype: torch.dtype) -> float:
-    """Time of the products of one training step over ``num_tokens``, each the best of a few."""
+    """Return the time of the products of one training step over ``num_tokens``, each the best of a few calls."""
     total = 0.0
     for (out_features, in_features), count in Counter(linear_shapes).items():
         x, d_y = (torch.ones(num_tokens, n, dtype=dtype) for n in (in_features, out_features))
@@ -49,7 +49,7 @@ def _probe(dtype: torch.dtype, rows: int, seconds: float) -> float:
 
 
 def _best(function: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor, seconds: float) -> float:
-    """The shortest of at least three calls after one to warm up."""
+    """Return the shortest of at least three calls after a warm-up call."""
     function(left, right)
     best, num_calls, stop = float("inf"), 0, time.perf_counter() + seconds
     while num_calls < 3 or time.perf_counter() < stop:

@@ -1,7 +1,7 @@
-"""Peak memory of one phase of one side, measured in a process of its own: ``python -m bench.memory SETTINGS``.
+"""Measures the peak memory of one phase of one side in a separate process: ``python -m bench.memory SETTINGS``.
 
-The size watched is the resident one, every few milliseconds, so libraries and weights are in it; what the phase
-added to the opened model stands beside it. The process loads only the libraries of its side.
+Samples the resident size every few milliseconds, which includes libraries and weights, and reports the increase over
+the loaded model too. The process imports only the libraries of its side.
 """
 
 import gc
@@ -29,9 +29,9 @@ class Phase:
     row: str
     """The row whose fastest contestants are measured."""
     part: str
-    """What their teams are called there, after the side."""
+    """Team names in that row, without the side."""
     likely: str
-    """Who is taken for the peers where the row was not run."""
+    """Contestant used for the peers if the row was not run."""
 
 
 PHASES = {
@@ -45,7 +45,7 @@ _INTERVAL_SECONDS = 0.002
 @dataclass(frozen=True)
 class Peak:
     name: str
-    """Who it was."""
+    """Name of the contestant."""
     peak_bytes: int
     added_bytes: int
 
@@ -55,7 +55,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process is to do."""
+    """Arguments of the process."""
 
     model: str
     directory: str
@@ -67,7 +67,7 @@ class Settings:
 
 
 def measure(contest: "Contest", phase: str, team: str) -> Peak:
-    """Run a phase, in a new process, with the contestant of the team that was fastest at it."""
+    """Run a phase in a new process, with the fastest contestant of the team."""
     row, part, likely = PHASES[phase].row, PHASES[phase].part, PHASES[phase].likely
     name = contest.fastest.get((row, team + part), "ours float32" if team == "ours" else likely)
     settings = Settings(
@@ -88,7 +88,7 @@ def measure(contest: "Contest", phase: str, team: str) -> Peak:
 
 
 def run_phase(settings: Settings) -> dict[str, int]:
-    """Open the side and run the phase once; answers fields of ``Peak``."""
+    """Load the side and run the phase once. Return the fields of ``Peak``."""
     torch.set_num_threads(settings.num_threads)
     transformers.utils.logging.disable_progress_bar()
     side = _open(settings)

@@ -1,7 +1,7 @@
-"""The models that are measured, with random seeded weights, and how much is computed on each.
+"""Defines the benchmark models, with random seeded weights, and the size of each workload.
 
-Speed does not depend on what the weights are, so nothing is downloaded. A model is written once as a Hugging Face
-directory, which both sides then open.
+Throughput does not depend on the values of the weights, so nothing is downloaded. A model is written once as a Hugging
+Face directory, which both sides load.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ RANK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How many sequences of which lengths each row takes."""
+    """Number and lengths of the sequences in each row."""
 
     sft_lengths: tuple[int, ...] = (64, 128, 192, 256, 320, 384, 440, 512)
     num_runs: int = 8
-    """Each run brings half as many sequences as ``sft_lengths`` has."""
+    """Each run has half as many sequences as ``sft_lengths``."""
     rl_sequences: int = 16
     rl_prompt: int = 192
     rl_completion: int = 64
     sample_prompt: int = 64
     sample_new: int = 128
     sample_many: int = 16
-    """Samples of the one prompt."""
+    """Samples of the single prompt."""
     sample_prompts: int = 32
     """Prompts with one sample each."""
     iteration_prompts: int = 8
@@ -47,11 +47,11 @@ class ModelShape:
     num_key_value_heads: int
     tie_word_embeddings: bool
     row_seconds: float
-    """A row is not begun again when that would take it beyond this."""
+    """Time budget: a row is not repeated if that would exceed it."""
     sizes: Sizes
 
     def linear_shapes(self) -> list[tuple[int, int]]:
-        """(out, in) of every linear layer, the head last."""
+        """Return (out, in) of every linear layer, the head last."""
         hidden, inner = self.hidden_size, self.intermediate_size
         kv = hidden // self.num_attention_heads * self.num_key_value_heads
         layer = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
@@ -59,7 +59,7 @@ class ModelShape:
         return layer * self.num_hidden_layers + [(self.vocab_size, hidden)]
 
     def write(self, directory: Path) -> None:
-        """Make the model in float32; the same weights each time."""
+        """Write the model in float32; the weights are the same each time."""
         config = LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -129,6 +129,6 @@ QUICK = ModelShape(
         memory_phases=("SFT",),
     ),
 )
-"""So small that its figures mean nothing; it shows that everything runs."""
+"""A minuscule model for smoke tests; ignore its figures."""
 
 SHAPES = {shape.name: shape for shape in (SMALL, SMOL, QUICK)}

@@ -1,7 +1,7 @@
-"""Lorimer's side: the engine in this process, driven by its own commands.
+"""Runs Lorimer's engine in this process, through its commands.
 
-Steps are taken with a learning rate of 0, which costs the same as any other and leaves the weights alone: every
-repetition, and both sides, then compute the same loss, and the rows check that they do.
+Steps use a learning rate of 0, which costs the same as any other and leaves the weights unchanged. So every repetition
+on both sides computes the same loss, and the rows check that.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from lorimer.engine.messages import (
 
 
 class Lorimer:
-    """One engine with ``num_runs`` runs, which all begin with the adapter in ``adapter``."""
+    """One engine with ``num_runs`` runs, each initialised from the adapter in ``adapter``."""
 
     def __init__(self, directory: Path, adapter: Path, dtype: Dtype, num_threads: int, num_runs: int = 1) -> None:
         self.dtype = dtype
@@ -49,14 +49,14 @@ class Lorimer:
         self.sampler_id = self._publish()
 
     def _make_adapter(self, directory: Path) -> None:
-        """Take one real step, so that B is not zero, and keep the result for everybody."""
+        """Take one real step, so that B is not zero, and save the adapter for all contestants."""
         (run,) = self.runs
         self.train({run: sft_data([32, 32], self.engine.model.vocab_size, seed=1)}, "cross_entropy", learning_rate=1e-2)
         command = SaveState(request_id="", model_id=run, directory=str(directory), weights_only=True)
         self.engine.save_state(command)
 
     def train(self, batches: dict[str, list[Datum]], loss_fn: str, learning_rate: float = 0.0) -> float:
-        """Forward, backward and a step for each run of ``batches``, all in one batch; answers the sum of the losses."""
+        """Run forward, backward and a step for each run of ``batches`` in one batch. Return the sum of the losses."""
         operations = [
             ForwardBackward(request_id=run, model_id=run, data=data, loss_fn=loss_fn) for run, data in batches.items()
         ]
@@ -77,7 +77,7 @@ class Lorimer:
     def sample(
         self, prompts: list[np.ndarray], num_samples: int, num_new: int, with_adapter: bool
     ) -> list[list[SampledSequence]]:
-        """``num_new`` tokens for each sample; all prompts are asked for together, as requests of their own."""
+        """Sample ``num_new`` tokens each; every prompt is a separate, concurrent request."""
         sampler_id = self.sampler_id if with_adapter else None
         params = SamplingParams(max_tokens=num_new, stop=[], seed=next(self._numbers))
         for i, prompt in enumerate(prompts):
@@ -95,7 +95,7 @@ class Lorimer:
         return [found[str(i)] for i in range(len(prompts))]
 
     def iterate(self, prompts: list[np.ndarray], num_samples: int, num_new: int, seed: int) -> float:
-        """Sample, train on the samples, publish; how far the loss is from that of a ratio of 1, relative."""
+        """Sample, train on the samples, publish. Return the relative error of the loss against a ratio of 1."""
         groups = self.sample(prompts, num_samples, num_new, with_adapter=True)
         advantages = group_advantages(len(prompts), num_samples, seed)
         data = [

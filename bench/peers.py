@@ -1,9 +1,8 @@
-"""The peers' side: plain transformers with PEFT, in the forms people use.
+"""Runs the peers: plain transformers with PEFT, in the common variants.
 
-Training is the model's own forward over padded batches of 8 (as TRL makes them), over packed rows with a
-block-diagonal mask, or over one sequence at a time; sampling is ``generate``. In bfloat16 the adapter is bfloat16
-too, which saves the casts that PEFT's default makes, though small updates are then rounded away. The learning rate
-is 0, as on our side.
+Training runs the model's own forward over padded batches of 8 (as in TRL), over packed rows with a block-diagonal
+mask, or over one sequence at a time; sampling is ``generate``. In bfloat16 the adapter is bfloat16 too, which avoids
+the casts of PEFT's default but rounds small updates away. The learning rate is 0, as on our side.
 
 Legend: N sequences, T positions, V vocabulary.
 """
@@ -25,13 +24,13 @@ from bench.workloads import group_advantages, samples_as_data
 from lorimer.engine.messages import Datum, SampledSequence
 
 Layout = Literal["padded", "packed", "micro-batch 1", "completions"]
-"""``completions`` is padded, with logits of the completions only, as TRL does for GRPO."""
+"""``completions`` is padded and computes logits of the completions only, as TRL does for GRPO."""
 BATCH = 8
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of one forward pass, and for each of its logits what the loss needs; 0 at padding."""
+    """Arguments of one forward pass, and the loss inputs of each logit; 0 at padding."""
 
     arguments: dict[str, Any]
     inputs: dict[str, Tensor]
@@ -43,7 +42,7 @@ class Peft:
     def __init__(self, directory: Path, adapter: Path, dtype: str) -> None:
         self._directory, self._dtype = directory, getattr(torch, dtype)
         with warnings.catch_warnings():
-            # PEFT warns of tied embeddings; the adapter of the head is meant to leave the embedding alone.
+            # PEFT warns about tied embeddings; the adapter of the head is not meant to change the embedding.
             warnings.simplefilter("ignore", UserWarning)
             self.model = PeftModel.from_pretrained(
                 self._open(), str(adapter), is_trainable=True, autocast_adapter_dtype=False
@@ -58,7 +57,7 @@ class Peft:
         ).eval()
 
     def train(self, data: list[Datum], loss_fn: str, layout: Layout) -> float:
-        """Forward, backward and a step; answers the sum of the losses."""
+        """Run forward, backward and a step. Return the sum of the losses."""
         total = 0.0
         for batch in _batches(data, layout, self._dtype):
             logits_TV = self.model(**batch.arguments, use_cache=False).logits.flatten(0, 1)
@@ -70,7 +69,7 @@ class Peft:
         return total
 
     def sample(self, prompts: list[np.ndarray], num_samples: int, num_new: int, with_adapter: bool) -> np.ndarray:
-        """New tokens, ``(prompts * samples, num_new)``. Ours gives log probabilities too; here nobody asks for them."""
+        """Return new tokens, ``(prompts * samples, num_new)``, without logprobs, which our side always computes."""
         if not with_adapter and self._plain is None:
             self._plain = self._open()
         model = self.model if with_adapter else self._plain
@@ -78,7 +77,7 @@ class Peft:
         return tokens[:, len(prompts[0]) :].numpy()
 
     def iterate(self, prompts: list[np.ndarray], num_samples: int, num_new: int, seed: int) -> float:
-        """Generate and train on what came; how far the loss is from that of a ratio of 1, relative."""
+        """Generate and train on the samples. Return the relative error of the loss against a ratio of 1."""
         output = _generate(self.model, prompts, num_samples, num_new, output_logits=True)
         tokens = output.sequences[:, len(prompts[0]) :]
         steps = [
@@ -101,7 +100,7 @@ class Peft:
 @torch.no_grad()
 def _generate(model: Any, prompts: list[np.ndarray], num_samples: int, num_new: int, **wanted: bool) -> Any:
     tokens = torch.from_numpy(np.stack(prompts))
-    # All prompts of a call are of one length, so nothing is padded.
+    # All prompts of a call have the same length, so nothing is padded.
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -134,7 +133,7 @@ def _batches(data: list[Datum], layout: Layout, dtype: torch.dtype) -> Iterator[
 
 
 def _padded(data: list[Datum], only_completions: bool) -> Batch:
-    """Padded at the right; where all are of one length there is no padding, and no mask is needed."""
+    """Pad on the right. If all sequences have the same length, omit the mask."""
     tokens_NT = _stack([datum.tokens for datum in data])
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     inputs = {name: _stack([d.loss_fn_inputs[name] for d in data]) for name in data[0].loss_fn_inputs}
@@ -149,7 +148,7 @@ def _padded(data: list[Datum], only_completions: bool) -> Batch:
 
 
 def _packed(data: list[Datum], dtype: torch.dtype) -> Batch:
-    """All sequences in one row: positions begin again with each, and attention stays within it."""
+    """Pack all sequences into one row: positions restart, and attention stays within each sequence."""
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     owner_T = torch.repeat_interleave(torch.arange(len(data)), lengths)
     is_seen_TT = (owner_T[:, None] == owner_T).tril()

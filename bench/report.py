@@ -1,4 +1,4 @@
-"""The aims, and the table that says which are met."""
+"""Defines the targets and writes the table that shows which are met."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from pathlib import Path
 class Aim:
     bound: float
     is_minimum: bool = True
-    """Whether the ratio should be at least, rather than at most, ``bound``."""
+    """Whether ``bound`` is a minimum rather than a maximum."""
 
     def __str__(self) -> str:
         return f"{'≥' if self.is_minimum else '≤'} {self.bound:g}"
@@ -32,18 +32,18 @@ AIMS = {
     "adapter cost": Aim(1.25, is_minimum=False),
     "first_call": Aim(1.2, is_minimum=False),
 }
-"""By what a line is about; ratios, so that they hold on any machine. Lines without an entry have no aim."""
+"""Targets by `Line.aim`; ratios, so that they hold on any machine. Lines without an entry have no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One comparison. The ratio says what its row's text says: how many times faster, or the fraction, or the cost."""
+    """One comparison. The row's text defines the ratio: a speed-up, a fraction or a cost."""
 
     text: str
     ours: str
     other: str
     which: str
-    """Who the other is."""
+    """Name of the other side."""
     ratio: float
     aim: str = ""
     """The entry of ``AIMS`` that applies."""
@@ -63,7 +63,7 @@ def table(lines: list[Line]) -> str:
 
 
 def describe_machine(num_threads: int) -> str:
-    """Everything a reader needs to judge the figures."""
+    """Return what a reader needs to judge the figures: machine, threads, load and versions."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (

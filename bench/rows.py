@@ -1,7 +1,7 @@
-"""What is measured: each row is a function from a contest to lines of the table.
+"""Defines the rows: each is a function from a contest to lines of the table.
 
-Only the fastest of each side counts. Data are new in every round and the same for both sides; where both compute a
-loss it must be the same one.
+Only the fastest contestant of each side counts. Each round has new data, the same for both sides; if both compute a
+loss, the losses must be equal.
 """
 
 import statistics
@@ -21,12 +21,12 @@ from lorimer.engine.messages import Datum
 
 
 def measure_sft(contest: Contest) -> list[Line]:
-    """Mixed lengths, forward, backward and step, and the matrix products of the same step alone."""
+    """Measure forward, backward and step over mixed lengths, and the matrix products of that step alone."""
     shape, lengths = contest.shape, contest.shape.sizes.sft_lengths
     count = sum(lengths)
     layouts: tuple[Layout, ...] = ("padded", "packed", "micro-batch 1")
     make = partial(workloads.sft_data, lengths, shape.vocab_size)
-    # Every dtype of ours is held against its own limit, and the padded loop has an aim of its own.
+    # Compare each of our dtypes with its own limit; the padded loop has a separate target.
     contestants = _training_contestants(contest, make, "cross_entropy", layouts, kept=("ours", "padded"))
     limits: dict[str, list[float]] = {dtype: [] for dtype in contest.ours}
 
@@ -60,7 +60,7 @@ def _limit_line(ours: Timing, limit_seconds: float, count: int, dtype: str) -> L
 
 
 def measure_runs(contest: Contest) -> list[Line]:
-    """Several runs in one batch against the same tokens from one."""
+    """Measure several runs in one batch against the same tokens from one run."""
     shape, ours = contest.shape, contest.best_ours
     lengths = shape.sizes.sft_lengths * (shape.sizes.num_runs // 2)
     each, count = len(lengths) // shape.sizes.num_runs, sum(lengths)
@@ -82,10 +82,10 @@ def measure_runs(contest: Contest) -> list[Line]:
 
 
 def measure_rl_batch(contest: Contest) -> list[Line]:
-    """Long prompts without advantage and short completions."""
+    """Measure a batch of long prompts without advantage and short completions."""
     shape, sizes = contest.shape, contest.shape.sizes
     make = partial(workloads.rl_data, sizes.rl_sequences, sizes.rl_prompt, sizes.rl_completion, shape.vocab_size)
-    # All are of one length, so there is nothing that packing would save.
+    # All sequences have the same length, so packing would save nothing.
     layouts: tuple[Layout, ...] = ("padded", "micro-batch 1", "completions")
     timings = contest.compete("rl_batch", _training_contestants(contest, make, "importance_sampling", layouts))
     count = workloads.num_tokens(make(0))
@@ -94,7 +94,7 @@ def measure_rl_batch(contest: Contest) -> list[Line]:
 
 
 def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: int) -> list[Line]:
-    """Distinct prompts, a fixed number of new tokens; base and adapter."""
+    """Sample a fixed number of new tokens from distinct prompts, with the base and with an adapter."""
     sizes = contest.shape.sizes
 
     def run(number: int, side: Lorimer | Peft, with_adapter: bool) -> None:
@@ -172,7 +172,7 @@ def measure_iteration(contest: Contest) -> list[Line]:
 
 
 def measure_first_call(contest: Contest) -> list[Line]:
-    """The first call with lengths never seen against the second, training and sampling."""
+    """Compare the first call of a new shape with the second, for training and sampling."""
     ours, vocab_size = contest.best_ours, contest.shape.vocab_size
     longest, prompt = max(contest.shape.sizes.sft_lengths), contest.shape.sizes.sample_prompt
 
@@ -207,7 +207,7 @@ def _first_call_line(contest: Contest, name: str, work: Callable[[int, int], Non
 
 
 def measure_memory(contest: Contest) -> list[Line]:
-    """Largest resident size while the fastest of each side works, each in a process of its own."""
+    """Measure the peak resident size of the fastest contestant of each side, in separate processes."""
     lines = []
     for phase in contest.shape.sizes.memory_phases:
         ours, peer = (memory.measure(contest, phase, team) for team in ("ours", "peer"))
@@ -230,7 +230,7 @@ def _training_contestants(
     layouts: tuple[Layout, ...],
     kept: tuple[str, ...] = (),
 ) -> list[Contestant]:
-    """Ours in each dtype, the peers in each layout and dtype; ``make`` gives the data of a round."""
+    """Return ours in each dtype and the peers in each layout and dtype; ``make`` returns the data of a round."""
     check = LossCheck()
 
     def contestant(name: str, team: str, train: Callable[[list[Datum], str], float]) -> Contestant:
@@ -250,7 +250,7 @@ def _training_contestants(
 
 
 def _sides(contest: Contest, peer_label: str) -> list[tuple[str, str, str, Lorimer | Peft]]:
-    """Team, label, dtype and side of everybody."""
+    """Return team, label, dtype and side of every contestant."""
     ours = [("ours", "ours", dtype, side) for dtype, side in contest.ours.items()]
     return [*ours, *(("peer", peer_label, dtype, side) for dtype, side in contest.peers.items())]
 
@@ -276,4 +276,4 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "first_call": measure_first_call,
     "memory": measure_memory,
 }
-"""In the order in which they run; later ones take the winners of earlier ones."""
+"""In the order in which they run; later rows use the fastest contestants of earlier ones."""

@@ -1,8 +1,8 @@
 """``python -m bench --simulate``: the real scheduler core on a virtual clock, with thousands of tenants.
 
-Every tenant runs a loop: it submits a batch and an optimiser step, waits for both, thinks, goes on; every fifth samples
-before it trains, and one in a hundred leaves out an operation and never sends it. Tenants think as long as it takes to
-load the engine by `LOAD`. The engine computes nothing; how long its commands take is fitted to a real one first.
+Every tenant runs a loop: submit a batch and an optimiser step, wait for both, think, repeat. Every fifth tenant samples
+before it trains, and one in a hundred skips an operation and never sends it. The think time is set so that the tenants
+use the share `LOAD` of the engine. The engine computes nothing; its service times are first fitted to a real engine.
 """
 
 import gc
@@ -37,24 +37,24 @@ from lorimer.store.sessions import Session
 
 NUM_TENANTS = (100, 1_000, 10_000)
 LOAD = 0.8
-"""The share of the engine's time that tenants ask for."""
+"""Utilisation: the share of the engine's time that tenants request."""
 STEPS = 20_000
 """Steps of all tenants in one simulation, at least `MIN_STEPS` of each."""
 MIN_STEPS = 4
 BATCH_TOKENS, SAMPLED_TOKENS, PROMPT_TOKENS = 512, 64, 64
 SAMPLES = 8
 USERS_SHARE = 0.5
-"""Users for each tenant: some have several runs."""
+"""Users per tenant: some users have several runs."""
 STUCK_SHARE, SAMPLING_SHARE = 0.01, 0.2
 DEATHS = 5
-"""Engines that end in the middle of a simulation."""
+"""Engine deaths in the middle of a simulation."""
 COMMIT_SECONDS, READ_SECONDS, START_SECONDS = 0.001, 0.0005, 5.0
 INFO = messages.ModelInfo(
     model_name="m", directory="", architecture="", vocab_size=100, max_context=4096, num_parameters=1, dtype="float32",
     device="cpu", token_budget=4096, eos_token_ids=[], target_modules=[],
 )  # fmt: skip
 SESSION = Session("s", "u", None, None, [], {}, None, NOW, NOW, "active", None, None)
-"""The journal in memory does not look at it."""
+"""The in-memory journal ignores it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ServiceTimes:
     save: float
     load: float
     sample_token: float
-    """Of one step of decoding, for all sequences together."""
+    """Time of one decoding step for all sequences together."""
 
     def cost_of_step(self, is_sampling: float, is_moving: bool = False) -> float:
         """Return what a step of a tenant takes alone, if it samples before; ``is_moving``: its run is brought in."""
@@ -174,11 +174,11 @@ class Figures:
     p50: float
     p99: float
     fairness: float
-    """Jain's index of how many times as long as alone the tenants' steps take: 1 when all wait alike."""
+    """Jain's fairness index of the slowdown of the tenants' steps: 1 if all are slowed down equally."""
     replayed: float
-    """Share of the engine's operations that were computed again."""
+    """Share of the engine's operations that were replayed or retried."""
     idle: float
-    """Share of the time in which the engine had nothing to compute."""
+    """Share of the time in which the engine was idle."""
     core_seconds: float
     num_events: int
     num_operations: int
@@ -186,7 +186,7 @@ class Figures:
 
 
 class Simulation:
-    """One core, one engine after another, and a heap of what happens when."""
+    """One core, one engine after another, and a heap of future events."""
 
     def __init__(
         self, num_tenants: int, times: ServiceTimes, *, deaths: int = 0, num_steps: int | None = None, seed: int = 0
@@ -353,7 +353,7 @@ class Simulation:
             case events.SendSample(operation=sample):
                 self._commands.append([(sample, _reply_to(sample))])
                 self._compute()
-            case events.Refuse(operation=operation, error=Busy()):  # the client sends it again
+            case events.Refuse(operation=operation, error=Busy()):  # the client retries
                 run = None if operation.kind == "sample" else self.journal.runs[operation.lane]
                 self.at(1.0, lambda: self._inbox.append(events.Submitted(operation, run)))
             case events.Resolve(operation=operation):
@@ -369,7 +369,7 @@ class Simulation:
                     self.disk.pop(name, None)
 
     def _commit(self) -> None:
-        """Commit all transactions that have gathered, together."""
+        """Commit all pending transactions together."""
         self._is_commit_due = False
         gathered, self._commits = self._commits, deque()
         for transaction in gathered:
@@ -403,7 +403,7 @@ class Simulation:
         self._start_engine()
 
     def _compute(self) -> None:
-        """Let the engine take its next commands: one, or all samples that have gathered."""
+        """Let the engine take its next command, or all pending samples."""
         if self._is_engine_busy or not self._commands or self.engine is None:
             return
         taken = self._commands.popleft()

@@ -1,8 +1,8 @@
-"""A journal in memory and an engine that only keeps count, for the real scheduler core.
+"""Provides an in-memory journal and an engine that only records operations, for the real scheduler core.
 
-`MemoryJournal` gives every transaction of the scheduler the meaning it has in the database. `SimulatedEngine` computes
-nothing: the weights of a run are the list of operations that were applied to it, so that an operation lost, doubled or
-out of order shows. The tests of the core kill both at will; ``bench/simulate.py`` gives them a clock.
+`MemoryJournal` implements every transaction of the scheduler as the database does. `SimulatedEngine` computes nothing:
+the weights of a run are the list of operations applied to it, so that a lost, duplicate or reordered operation is
+visible. The tests of the core kill both; ``bench/simulate.py`` adds a virtual clock.
 """
 
 import hashlib
@@ -219,7 +219,7 @@ class MemoryJournal:
 @dataclass
 class SimulatedRun:
     applied: list[tuple[str, int]] = field(default_factory=list)
-    """Steps and loads, with the gradients that each step applied before it."""
+    """Steps and loads, each step with the gradients that it applied."""
     gradient: list[tuple[str, int]] = field(default_factory=list)
 
     def copy(self) -> "SimulatedRun":
@@ -227,7 +227,7 @@ class SimulatedRun:
 
 
 class SimulatedEngine:
-    """Carries out commands, one after another; its directories survive it."""
+    """Executes commands sequentially; its directories survive a kill."""
 
     def __init__(self, disk: dict[str, SimulatedRun]) -> None:
         self.disk = disk

@@ -1,7 +1,7 @@
-"""Contestants take turns, round by round, so that whatever else the machine does hits all of them.
+"""Times contestants alternately, round by round, so that other load on the machine affects all of them.
 
-A contestant that was clearly slower than another of its team in the first round is not run again: only the best of
-a team counts. A row whose time is up is not begun again.
+A contestant that is clearly slower than another of its team in the first round is not run again, because only the best
+of a team counts. A row that has used up its time budget is not repeated.
 """
 
 import gc
@@ -21,11 +21,11 @@ class Contestant:
     name: str
     team: str
     run: Callable[[int], object]
-    """What is timed; it is given the number of the round, from 1."""
+    """The function to time; its argument is the number of the round, from 1."""
     warm_up: Callable[[], object]
-    """Done once before the first round, on as much data: the first pass of a size touches its memory."""
+    """Warm-up before the first round, on data of the same size: the first pass allocates memory."""
     is_kept: bool = False
-    """Run in every round, even when a team mate is faster."""
+    """Run in every round, even if another of the team is faster."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Timing:
         return statistics.median(self.seconds)
 
     def rate(self, count: int) -> str:
-        """Tokens a second: the median, and in brackets slowest to fastest and the number of rounds."""
+        """Format tokens per second: the median, and in brackets slowest to fastest and the number of rounds."""
         middle, low, high = (count / s for s in (self.median, max(self.seconds), min(self.seconds)))
         return f"{middle:.0f} tok/s ({low:.0f}..{high:.0f}, n={len(self.seconds)})"
 
     def duration(self) -> str:
-        """Seconds: the median, and in brackets shortest to longest and the number of rounds."""
+        """Format seconds: the median, and in brackets shortest to longest and the number of rounds."""
         return f"{self.median:.2f} s ({min(self.seconds):.2f}..{max(self.seconds):.2f}, n={len(self.seconds)})"
 
 
@@ -55,9 +55,9 @@ class Timings:
         self._timings = timings
 
     def best(self, team: str, name: str = "") -> Timing:
-        """The fastest of a team, among those with ``name`` in their name."""
+        """Return the fastest contestant of a team, among those with ``name`` in their name."""
         found = [t for t in self._timings if t.team == team and name in t.name]
-        # One that was left out after the first round does not win because the machine was busy later.
+        # A contestant dropped after the first round must not win because the machine was busy later.
         num_rounds = max(len(t.seconds) for t in found)
         return min((t for t in found if len(t.seconds) == num_rounds), key=lambda t: t.median)
 
@@ -66,12 +66,12 @@ Progress = Callable[[str], None]
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
+    """Print one line to standard error."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def compete(contestants: list[Contestant], *, num_rounds: int, max_seconds: float, progress: Progress) -> Timings:
-    """Run all in turn, up to ``num_rounds`` times and at least once."""
+    """Run all contestants alternately, up to ``num_rounds`` times and at least once."""
     for contestant in contestants:
         contestant.warm_up()
     timings = {c.name: Timing(c.name, c.team) for c in contestants}
@@ -98,7 +98,7 @@ def _still_in(contestants: list[Contestant], timings: dict[str, Timing]) -> list
 
 @contextmanager
 def little_garbage() -> Iterator[None]:
-    """Lets ``clock`` collect garbage quickly: what is there already is not looked at again."""
+    """Freeze existing objects, so that ``clock`` collects garbage quickly."""
     gc.collect()
     gc.freeze()
     try:

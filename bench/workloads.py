@@ -1,4 +1,4 @@
-"""The data of every row, random and seeded; both sides get the same.
+"""Generates the data of every row, random and seeded, the same for both sides.
 
 A datum is the engine's own: position i of ``tokens`` predicts ``target_tokens[i]``. The peers read the same fields.
 """
@@ -11,7 +11,7 @@ from lorimer.engine.messages import Datum, SampledSequence
 
 
 def sft_data(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Datum]:
-    """Cross-entropy with weight 1 everywhere."""
+    """Return cross-entropy data with weight 1 everywhere."""
     rng = np.random.default_rng(seed)
     data = []
     for length in lengths:
@@ -22,30 +22,30 @@ def sft_data(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Datum]:
 
 
 def rl_data(num_sequences: int, prompt: int, completion: int, vocab_size: int, seed: int) -> list[Datum]:
-    """Importance sampling where only the completions have an advantage."""
+    """Return importance-sampling data where only the completions have an advantage."""
     rng = np.random.default_rng(seed)
     data = []
     for _ in range(num_sequences):
         text = rng.integers(0, vocab_size, prompt + completion + 1)
-        # What a model with random weights gives every token, about.
+        # Approximately the logprob of every token under a model with random weights.
         logprobs = rng.normal(-np.log(vocab_size), 0.1, completion)
         data.append(_rl_datum(text, logprobs, float(rng.normal())))
     return data
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[np.ndarray]:
-    """Distinct prompts; another seed, count or length gives others, so that no cache knows them."""
+    """Return distinct prompts; another seed, count or length gives other prompts, so that no cache hits."""
     return list(np.random.default_rng([count, length, seed]).integers(0, vocab_size, (count, length)))
 
 
 def group_advantages(num_groups: int, size: int, seed: int) -> np.ndarray:
-    """Random rewards less the mean of their group, ``(groups, size)``."""
+    """Return random rewards minus the mean of their group, ``(groups, size)``."""
     rewards = np.random.default_rng(seed).normal(size=(num_groups, size))
     return rewards - rewards.mean(1, keepdims=True)
 
 
 def samples_as_data(prompt: np.ndarray, samples: list[SampledSequence], advantages: np.ndarray) -> list[Datum]:
-    """What a policy-gradient step trains on: the samples of one prompt, with the sampler's log probabilities."""
+    """Return the training data of a policy-gradient step: samples of one prompt with the sampler's logprobs."""
     return [
         _rl_datum(np.concatenate([prompt, sample.tokens]), sample.logprobs, float(advantage))
         for sample, advantage in zip(samples, advantages, strict=True)
@@ -57,7 +57,7 @@ def num_tokens(data: list[Datum]) -> int:
 
 
 def loss_scale(data: list[Datum]) -> float:
-    """What a difference of losses is measured by: the sum of all weights or advantages, without signs."""
+    """Return the scale of a loss: the sum of the absolute weights or advantages."""
     names = ("weights", "advantages")
     return float(sum(np.abs(d.loss_fn_inputs[name]).sum() for d in data for name in names if name in d.loss_fn_inputs))
 

@@ -1,4 +1,4 @@
-"""What the documents say is so: the paths they name exist, their examples run, their make targets are there."""
+"""Checks the documents: the paths and make targets they name exist, and their examples run."""
 
 import os
 import re
@@ -18,7 +18,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 DOCUMENT_IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-MOST_LINES = {"README.md": 150, "ARCHITECTURE.md": 185, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
+MAX_LINES = {"README.md": 150, "ARCHITECTURE.md": 185, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
 
 SOURCE_SUFFIXES = (".py", ".md", ".toml")
 FOLDERS = {"src", "tests", "docs", "tools", "bench", ".ci"} | {
@@ -36,14 +36,14 @@ def code_spans(text: str) -> list[str]:
 
 
 def looks_like_path(span: str) -> bool:
-    """A name of a source file, or a path that starts at one of our folders; ``lorimer/tiny`` or ``a/b`` is neither."""
+    """Return whether a code span is a source file or a path in one of our folders, unlike ``lorimer/tiny``."""
     if not re.fullmatch(r"[\w.*/-]+", span):
         return False
     return span.endswith(SOURCE_SUFFIXES) or ("/" in span and span.split("/")[0] in FOLDERS)
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:
-    """Code spans count from the root, the document or the package; links, as browsers do it, from the document."""
+    """Resolve code spans from the root, the document or the package, and links from the document, as browsers do."""
     spans = [span for code in code_spans(text) if looks_like_path(span := code.split("::")[0])]
     starts = (ROOT, folder, ROOT / "src" / "lorimer")
     missing = [span for span in spans if not any(any(start.glob(span.rstrip("/"))) for start in starts)]
@@ -52,7 +52,7 @@ def missing_paths(text: str, folder: Path) -> list[str]:
 
 
 def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    # A make that runs these tests must not hand its own flags on.
+    # A make that runs these tests must not pass its own flags on.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -77,7 +77,7 @@ def test_named_make_targets_exist(path):
 
 
 def test_readme_leads_to_every_document():
-    """Directly, or by one of those that it names; and it says how to install without make."""
+    """Directly or through a page that it links; and it says how to install without make."""
     text = README.read_text("utf-8")
     named = set(re.findall(r"\]\((docs/[\w-]+\.md)", text))
     further = {
@@ -88,9 +88,9 @@ def test_readme_leads_to_every_document():
     assert 'pip install ".[server,cookbook]"' in text
 
 
-@pytest.mark.parametrize(("name", "most"), MOST_LINES.items(), ids=MOST_LINES)
-def test_document_is_short(name, most):
-    assert len((ROOT / name).read_text("utf-8").splitlines()) <= most
+@pytest.mark.parametrize(("name", "max_lines"), MAX_LINES.items(), ids=MAX_LINES)
+def test_document_is_short(name, max_lines):
+    assert len((ROOT / name).read_text("utf-8").splitlines()) <= max_lines
 
 
 def test_readme_has_its_two_commands_and_an_example():
@@ -130,7 +130,7 @@ EXAMPLES = fenced(README.read_text("utf-8"), "python")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """What `make serve` starts, on another port and with data of its own."""
+    """Start what `make serve` starts, on another port and with a separate data directory."""
     with running_server(tmp_path_factory.mktemp("readme") / "data", ["lorimer/tiny"]) as running:
         yield running
 
@@ -138,7 +138,7 @@ def server(tmp_path_factory):
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_readme_example_runs(code, server, tmp_path):
     settings = environment(TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
-    settings["LORIMER_DATA"] = str(tmp_path / "data")  # for those that are a server themselves
+    settings["LORIMER_DATA"] = str(tmp_path / "data")  # for examples that embed the server
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
     )
@@ -196,3 +196,43 @@ def test_planted_missing_paths_are_found():
         "```python\nopen('`src/also_gone.py`')\n```\n"
     )
     assert missing_paths(text, ROOT) == ["src/gone.py", "engine/gone", "gone.md", "docs/gone.md"]
+
+
+# ── words ─────────────────────────────────────────────────────────────────────────────────────────────
+
+AVOIDED = re.compile(r"(?<![A-Za-z])(?:MOST|LEAST)_|\b[Oo]n[\s#/*]+record\b|\b[Aa]t[\s#/*]+once\b")
+"""What CONTRIBUTING.md replaces and must not come back: MAX_ and MIN_, committed, immediately or concurrently."""
+WRITTEN_FOLDERS = ("src", "tests", "bench", "tools", "docs")
+WRITTEN_SUFFIXES = {".py", ".pyi", ".js", ".html", ".css", ".md", ".proto", ".sh", ".toml"}
+
+
+def avoided_words(text: str) -> list[str]:
+    """Return the avoided words in a text, with their line numbers."""
+    return [f"{len(text[: found.end()].splitlines())}: {found[0]!r}" for found in AVOIDED.finditer(text)]
+
+
+def written_files() -> list[Path]:
+    """Return the sources and documents that we write, without vendored files."""
+    files = [path for folder in WRITTEN_FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
+    files += [*sorted(ROOT.glob("*.md")), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    files = [path for path in files if path.is_file() and "vendor" not in path.parts]
+    return [path for path in files if path.suffix in WRITTEN_SUFFIXES or path.name == "Makefile"]
+
+
+def test_avoided_words_do_not_come_back():
+    found = {}
+    for path in written_files():
+        text = path.read_text("utf-8")
+        if path.name == "CONTRIBUTING.md":
+            text = text.partition("## Words\n")[0] + text.partition("## Words\n")[2].partition("\n## ")[2]
+        if words := avoided_words(text):
+            found[str(path.relative_to(ROOT))] = words
+    assert found == {}
+
+
+def test_planted_words_are_found():
+    """The words are broken by ~ here, so that they are not found in this file."""
+    planted = ["MOST~_BYTES", "_LEAST~_SECONDS", "on ~record", "At ~once", "at\n    # ~once"]
+    for words in planted:
+        assert len(avoided_words(f"first\nx {words.replace('~', '')} y")) == 1, words
+    assert avoided_words("ALMOST_DONE, at_least_one, most_bytes, a record, at one\n") == []

@@ -1,5 +1,5 @@
-"""The whole service under load: a real ``lorimer serve`` on loopback, spoken to over HTTP as clients do.
+"""Load-tests the whole service: a real ``lorimer serve`` on loopback, called over HTTP as clients do.
 
-``server.py`` starts it and weighs its processes, ``http.py`` and ``client.py`` speak to it, ``rows.py`` has what is
-measured in the measures of ``setting.py``, ``figures.py`` the table and the aims.
+``server.py`` starts it and measures memory and disk, ``http.py`` and ``client.py`` call it, ``rows.py`` has the loads,
+``setting.py`` their sizes, ``figures.py`` the table and the targets.
 """

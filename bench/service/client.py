@@ -1,4 +1,4 @@
-"""What a client of the protocol does, in as few requests as the protocol needs."""
+"""A minimal client of the protocol, with as few requests as possible."""
 
 import itertools
 from typing import Any
@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-3
 
 
 def datum() -> types.Datum:
-    """A tiny example of cross entropy; the same for everybody, so that losses can be compared."""
+    """Return a tiny cross-entropy example, the same for all clients, so that losses can be compared."""
     tokens = np.random.default_rng(5).integers(3, 259, NUM_TOKENS + 1)
     inputs = {
         "target_tokens": TensorData.from_numpy(tokens[1:].astype(np.int64)),
@@ -34,7 +34,7 @@ ENGINE_DATUM: messages.Datum = engine_datum(DATUM, 0)
 
 
 class Session:
-    """A session and the requests that need no run."""
+    """A session, and the requests that need no run."""
 
     def __init__(self, pool: HttpPool, session_id: str) -> None:
         self.pool, self.session_id = pool, session_id
@@ -62,7 +62,7 @@ class Session:
 
 
 class Run:
-    """A run and its numbered operations; each answers with the id of its future."""
+    """A run and its numbered operations; each returns the id of its future."""
 
     def __init__(self, pool: HttpPool, model_id: str) -> None:
         self.pool, self.model_id = pool, model_id
@@ -80,11 +80,11 @@ class Run:
         return (await call(self.pool, "optim_step", body)).json()["request_id"]
 
     async def forward(self) -> float:
-        """The loss, from submit to result."""
+        """Submit, wait and return the loss."""
         return loss_of(await wait(self.pool, await self.train(forward_only=True)))
 
     async def train_and_step(self) -> float:
-        """Both are submitted before either is waited for, as training loops do."""
+        """Submit both operations before waiting for either, as training loops do."""
         trained, stepped = await self.train(), await self.step()
         loss = loss_of(await wait(self.pool, trained))
         await wait(self.pool, stepped)
@@ -103,7 +103,7 @@ class Sampler:
         prompt = np.random.default_rng(number).integers(3, 259, NUM_TOKENS).tolist()
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            # An empty list of stops: every sample has its full length.
+            # No stop strings: every sample has its full length.
             "sampling_params": {"max_tokens": num_tokens, "seed": number, "stop": []},
             "sampling_session_id": self.sampling_session_id,
             "seq_id": number,
@@ -111,7 +111,7 @@ class Sampler:
         return (await call(self.pool, "asample", body)).json()["request_id"]
 
     async def finished(self, cursor: int, retrieved: list[str]) -> tuple[list[str], int]:
-        """What has finished since ``cursor``: a long poll for all futures together."""
+        """Return what has finished since ``cursor``, with one long poll for all futures."""
         target = {"sampling_session_id": self.sampling_session_id, "cloned_sampler_id": 0, "type": "sampling_session"}
         body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": retrieved}
         found = (await call(self.pool, "retrieve_futures", body)).json()
@@ -125,7 +125,7 @@ async def call(pool: HttpPool, name: str, body: dict[str, Any]) -> Answer:
 
 
 async def wait(pool: HttpPool, request_id: str) -> bytes:
-    """Poll until there is a result; a failed request is an error."""
+    """Poll until there is a result; raise an error if the request failed."""
     body = msgspec.json.encode({"request_id": request_id})
     while True:
         answer = await pool.post("/api/v1/retrieve_future", body)

@@ -1,4 +1,4 @@
-"""The figures of a row, the aims they have, and the table that says which are met."""
+"""Defines the figures of a row and their targets, and writes the table that shows which are met."""
 
 import math
 import statistics
@@ -24,12 +24,12 @@ AIMS = {
     "sdk overhead": at_most(1),
     "sweep": at_most(1.1),
 }
-"""By what a figure is about; times are in milliseconds, growth, fairness, hostile, overhead and sweep are ratios."""
+"""Targets by `Figure.aim`; times are in milliseconds; growth, fairness, hostile, overhead and sweep are ratios."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number and what it is made of."""
+    """One number and its details."""
 
     text: str
     value: float
@@ -61,10 +61,10 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of all do not exceed."""
+    """Return the smallest value that at least ``percent`` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Median and 99th percentile of durations, in milliseconds."""
+    """Format the median and 99th percentile of durations, in milliseconds."""
     return f"p50 {1000 * median(seconds):.1f} ms, p99 {1000 * percentile(seconds, 99):.1f} ms (n={len(seconds)})"

@@ -1,7 +1,7 @@
 """A process that sends large bodies without pause: ``python -m bench.service.flood HOST PORT KEY DATUMS TOKENS``.
 
-A line on its standard input begins or pauses it; it answers each pause with the number of bodies it has sent since. The
-bodies are at the limits of what is accepted: training requests in protobuf, compressed; prompts and metrics in JSON.
+A line on its standard input starts or pauses it; at each pause it prints the number of bodies sent since the start. The
+bodies have the maximum accepted size: compressed protobuf training requests; prompts and metrics in JSON.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from lorimer.types.compression import compress_zstd
 from lorimer.types.encoding import encode_training_request
 
 NICENESS = 19
-"""It stands for a client on another machine, and must not compete with those whose time is taken."""
+"""It represents a client on another machine, and must not compete with the clients being timed."""
 MAX_PROMPT = 131_072
 MAX_METRIC_NAMES = 1000
 MAX_METRIC_VALUES = 10_000
@@ -29,7 +29,7 @@ MAX_METRIC_VALUES = 10_000
 
 @dataclass
 class Flood:
-    """The process, as the benchmark holds it."""
+    """The benchmark's handle of the process."""
 
     process: asyncio.subprocess.Process
     num_bytes: int = 0
@@ -56,7 +56,7 @@ class Flood:
 
 @asynccontextmanager
 async def flood(host: str, port: int, key: str, num_datums: int, num_tokens: int) -> AsyncIterator[Flood]:
-    """A new process that is ready to send; it does not outlive the block."""
+    """Start a process that is ready to send; it ends with the block."""
     command = [sys.executable, "-m", "bench.service.flood", host, str(port), key, str(num_datums), str(num_tokens)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -99,7 +99,7 @@ async def send(host: str, port: int, key: str, num_datums: int, num_tokens: int)
 
 
 class Sender:
-    """Sends again and again, over one connection."""
+    """Sends repeatedly over one connection."""
 
     def __init__(self, call: Callable[[], Awaitable[None]]) -> None:
         self.num_sent, self._is_ending = 0, False
@@ -122,7 +122,7 @@ class Sender:
 
 
 def training_body(model_id: str, num_datums: int, num_tokens: int) -> bytes:
-    """Number 2 of a run whose number 1 does not come; sent again, it is decoded and known again."""
+    """Return operation 2 of a run whose operation 1 never arrives; each retry is decoded and deduplicated."""
     ids = np.random.default_rng(5).integers(3, 259, num_tokens + 1)
     inputs = {
         "target_tokens": types.TensorData.from_numpy(ids[1:]),
@@ -133,7 +133,7 @@ def training_body(model_id: str, num_datums: int, num_tokens: int) -> bytes:
 
 
 def prompt_body(sampling_session_id: str) -> bytes:
-    """The longest prompt; a small model refuses it when it has been accepted."""
+    """Return the longest accepted prompt; a small model fails it afterwards."""
     tokens = np.random.default_rng(5).integers(3, 259, MAX_PROMPT).tolist()
     chunk = {"type": "encoded_text", "tokens": tokens}
     fields = {"sampling_params": {"max_tokens": 1}, "sampling_session_id": sampling_session_id, "seq_id": 1}
@@ -141,7 +141,7 @@ def prompt_body(sampling_session_id: str) -> bytes:
 
 
 def report_body() -> bytes:
-    """As many values as a report may have; told again, they take no more room."""
+    """Return the largest accepted report; sent again, it takes no more space."""
     values = {f"metric/{number}": 0.5 for number in range(MAX_METRIC_NAMES)}
     points = [{"step": step, "values": values} for step in range(MAX_METRIC_VALUES // MAX_METRIC_NAMES)]
     return msgspec.json.encode({"points": points})

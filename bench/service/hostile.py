@@ -1,6 +1,6 @@
-"""A user who sends the largest bodies that are accepted, without pause, and what another user notices of it.
+"""Measures how a user who sends the largest accepted bodies, without pause, affects the latency of another user.
 
-The bodies are sent by a process of its own (``flood.py``). Rounds with and without it take turns on one server.
+A separate process (``flood.py``) sends the bodies. Rounds with and without it alternate on one server.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ WARM_CALLS = 20
 
 
 async def hostile(bench: Bench) -> list[Figure]:
-    """Heartbeats and tiny forwards of one user, alone and beside the bodies of another."""
+    """Time heartbeats and tiny forwards of one user, with and without the bodies of another."""
     sizes = bench.sizes
     data = bench.root / "hostile"
     with ExitStack() as ending:
         keys = {name: create_key(data, name) for name in ("ada", "mallory")}
-        # Number 1 of the flood never comes: its operations are decoded, kept and looked up, and nothing is computed.
+        # Operation 1 of the flood never arrives: its operations are decoded and deduplicated, never computed.
         server = ending.enter_context(running_server(data, bench.num_threads, gap_seconds=3600))
         pool = HttpPool(server.host, server.port, keys["ada"])
         ending.callback(pool.close)

@@ -1,7 +1,7 @@
-"""A lean HTTP/1.1 client: connections that stay open, as many as are needed concurrently.
+"""A minimal HTTP/1.1 client with keep-alive connections, as many as are needed concurrently.
 
-It does little, so that what is measured is the server's time and not a library's. Answers come with a length, as
-Lorimer's do.
+It is minimal so that the benchmark measures the server and not an HTTP library. It requires a Content-Length in
+responses, which Lorimer always sends.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import msgspec
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_OPENING = 200
-"""Connections that are being opened concurrently: fewer than a server's backlog holds."""
+"""Maximum number of connections being opened concurrently: fewer than the server's backlog."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Answer:
 
 
 class HttpError(RuntimeError):
-    """An answer that nobody expected."""
+    """An unexpected response."""
 
 
 class HttpPool:
@@ -38,7 +38,7 @@ class HttpPool:
         self._opening = asyncio.Semaphore(MAX_OPENING)
 
     async def post(self, path: str, body: bytes, media: str = JSON, encoding: str = "identity") -> Answer:
-        """One request; 408, which ends a poll, is an answer like 200, anything else an ``HttpError``."""
+        """Send one request. Return responses with 200 or 408, which ends a poll; raise ``HttpError`` for any other."""
         answer = await self._ask(
             f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\ncontent-type: {media}\r\n"
             f"content-encoding: {encoding}\r\n{self._key}accept: {PROTOBUF}, {JSON}\r\n"
@@ -53,7 +53,7 @@ class HttpPool:
         return await self._ask(f"GET {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n\r\n", b"")
 
     async def _ask(self, head: str, body: bytes) -> Answer:
-        """Over a connection that is idle, or a new one: the server may have closed one that was idle for long."""
+        """Send over an idle connection or a new one; the server may have closed a connection that was idle for long."""
         while self._idle:
             reader, writer = self._idle.pop()
             if reader.at_eof():

@@ -1,7 +1,7 @@
-"""A process that waits for many futures, each with a poll of its own: ``python -m bench.service.pollers``.
+"""A process that waits for many futures, with one long poll each: ``python -m bench.service.pollers``.
 
-Arguments are host and port; standard input has the ids, one a line. It prints how many results it got. It is a process
-of its own so that its work is not taken for the server's.
+Arguments are host and port; standard input has the ids, one per line. It prints the number of results. It is a separate
+process so that its CPU time does not delay the benchmark's own requests.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def hold(host: str, port: int, request_ids: list[str]) -> int:
 
 @asynccontextmanager
 async def pollers(host: str, port: int, request_ids: list[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A new process that waits for all of these; its output is the number of results. It does not outlive the block."""
+    """Start a process that waits for all futures and prints the number of results; it ends with the block."""
     command = [sys.executable, "-m", "bench.service.pollers", host, str(port)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)

@@ -1,6 +1,6 @@
-"""What is measured: eight loads, each against a server of its own.
+"""Defines eight loads, each against its own server.
 
-Every load counts what it got back: a request that was accepted and not answered, or answered wrongly, is lost.
+Every load counts lost requests: accepted and not answered, or answered wrongly.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MIB = 1024 * 1024
 SAME_LOSS = 1e-3
 POLLERS_PER_RUN = 2500
 FIRST_NUMBER = 2
-"""Of operations that wait: number 1 comes last."""
+"""First seq_id of the operations that wait for operation 1, which is sent last."""
 HEARTBEAT_SECONDS = 0.01
 SETTLE_SECONDS = 1.0
 
@@ -35,7 +35,7 @@ SETTLE_SECONDS = 1.0
 
 
 async def latency(bench: Bench) -> list[Figure]:
-    """A tiny forward through an idle server, and through an engine of our own; they take turns."""
+    """Time a tiny forward through an idle server and through an engine process directly, alternating."""
     config = EngineConfig(model=MODEL, dtype="float32", num_threads=bench.num_threads)
     with EngineProcess(config) as engine:
         async with bench.server("latency") as (server, pool):
@@ -77,7 +77,7 @@ async def direct_forward(engine: EngineProcess, request_id: str) -> None:
 
 
 async def samples(bench: Bench) -> list[Figure]:
-    """Many concurrent samples: each with a poll of its own, then all with one poll for the sampling session."""
+    """Submit many concurrent samples: with one poll each, then with a single poll of the sampling session."""
     figures: list[Figure] = []
     async with bench.server("samples") as (server, pool):
         num_samples = allow_files(bench.sizes.num_samples)
@@ -108,7 +108,7 @@ async def poll_each(sampler: Sampler, num_samples: int, num_tokens: int) -> list
 
 
 async def poll_session(sampler: Sampler, num_samples: int, num_tokens: int) -> list[float]:
-    """Submits go on while a single loop hears what has finished and fetches that; what was fetched is acknowledged."""
+    """Submit while a single loop polls, fetches finished samples and acknowledges them."""
     began: dict[str, float] = {}
     done: dict[str, float] = {}
 
@@ -151,9 +151,9 @@ def grown(before: Weight, after: Weight) -> str:
 
 
 async def clients(bench: Bench) -> list[Figure]:
-    """Many clients train concurrently, each a run of its own. Equal data and seeds must give them all the same losses.
+    """Train many clients concurrently, each with its own run. Equal data and seeds must give equal losses.
 
-    Once with all runs in the engine's memory, once with the usual limit, beyond which runs take turns there.
+    Once with all runs loaded, once with the default limit, beyond which runs are evicted in turn.
     """
     sizes = bench.sizes
     figures: list[Figure] = []
@@ -189,7 +189,7 @@ async def new_client(pool: HttpPool) -> Run:
 
 
 async def train(run: Run, num_steps: int) -> tuple[float, list[float], list[float]]:
-    """Seconds in all, the losses, and the seconds of each step."""
+    """Return the total seconds, the losses and the seconds of each step."""
     start, losses, seconds = time.perf_counter(), [], []
     for _ in range(num_steps):
         began = time.perf_counter()
@@ -202,7 +202,7 @@ async def train(run: Run, num_steps: int) -> tuple[float, list[float], list[floa
 
 
 async def waiting(bench: Bench) -> list[Figure]:
-    """Operations whose predecessor has not come, each with a poll that is held; others go about their business."""
+    """Hold a poll for each of many operations whose predecessor is missing; time requests of other clients."""
     async with bench.server("waiting", gap_seconds=3600) as (server, pool):
         count = allow_files(bench.sizes.num_waiting)
         session = await Session.create(pool)
@@ -247,7 +247,7 @@ async def waiting(bench: Bench) -> list[Figure]:
 
 
 async def submit_waiting(runs: list[Run], count: int) -> tuple[list[float], list[str]]:
-    """Everything but the first operation of each run, a few at a time; the time of each, and the ids."""
+    """Submit all but the first operation of each run, a few at a time. Return the time of each and the ids."""
     seconds: list[float] = []
     request_ids: list[str] = []
 
@@ -269,7 +269,7 @@ async def submit_waiting(runs: list[Run], count: int) -> tuple[list[float], list
 
 
 async def until_held(pool: HttpPool, count: int) -> None:
-    """Wait until the server says that it holds so many requests, this one besides."""
+    """Wait until the server reports this many open requests, besides this one."""
     while True:
         lines = (await pool.get("/metrics")).body.decode().splitlines()
         held = next(float(line.split()[1]) for line in lines if line.startswith("lorimer_http_requests_in_flight "))
@@ -279,7 +279,7 @@ async def until_held(pool: HttpPool, count: int) -> None:
 
 
 async def repeat(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
-    """The time of each of some calls, one after the other with a pause between them."""
+    """Time sequential calls with a pause between them."""
     seconds = []
     for _ in range(count):
         seconds.append(await timed(call()))
@@ -291,7 +291,7 @@ async def repeat(call: Callable[[], Awaitable[object]], count: int) -> list[floa
 
 
 async def growth(bench: Bench) -> list[Figure]:
-    """Train and sample for a long time, with short retention; weigh the processes and the directory now and then."""
+    """Train and sample for a long time, with short retention; sample memory and disk usage."""
     sizes = bench.sizes
     settings: dict[str, Any] = {
         "result_seconds_after_fetch": 1,
@@ -299,7 +299,7 @@ async def growth(bench: Bench) -> list[Figure]:
         "sweep_seconds": 0.5,
         "snapshot_seconds": 1,
         "recent_result_bytes": 65536,
-        # The engine keeps prompts for reuse as long as there is memory: with little, that ends soon.
+        # The prefix cache grows up to the memory limit; a small limit is reached soon.
         "memory_bytes": 8 * MIB,
     }
     async with bench.server("growth", **settings) as (server, pool):
@@ -329,7 +329,7 @@ async def train_and_sample(run: Run, sampler: Sampler, num_steps: int) -> None:
 
 
 def growth_figure(text: str, sizes: list[int], rate: float) -> Figure:
-    """The last quarter over the second: the first is spent filling caches."""
+    """Return the last quarter over the second; the first quarter fills caches."""
     quarter = max(1, len(sizes) // 4)
     early, late = sizes[quarter : 2 * quarter], sizes[-quarter:]
     shown = ", ".join(f"{size / MIB:.1f}" for size in sizes[::quarter])

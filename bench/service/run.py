@@ -1,4 +1,4 @@
-"""Runs rows of the service and makes their table; a row that fails does not take the others with it."""
+"""Runs rows of the service and writes their table. A row that fails does not stop the others."""
 
 import asyncio
 import os
@@ -16,11 +16,11 @@ from bench.service.setting import FULL, QUICK, Bench
 from bench.timing import say
 
 SHARED: dict[str, Any] = {"gap_seconds": 3600, "result_seconds_after_fetch": 1, "sweep_seconds": 0.5}
-"""Settings of the one server of a quick run."""
+"""Settings of the single server of a quick run."""
 
 
 def measure_service(names: list[str], num_threads: int, is_quick: bool) -> tuple[str, bool]:
-    """The table, and whether every row succeeded."""
+    """Return the table and whether every row succeeded."""
     figures: list[Figure] = []
     failed: list[str] = []
     with ExitStack() as ending:

@@ -1,6 +1,6 @@
-"""Our SDK against the official one on the same server, in turns: what a program waits for that makes many small calls.
+"""Compares our SDK with the official one on the same server, alternating: the total time of many small calls.
 
-Both run in this process with the settings they come with, except that the official one sends no telemetry.
+Both run in this process with default settings, except that the telemetry of the official one is off.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ RANK = 8
 
 @dataclass(frozen=True)
 class Side:
-    """A session of one of the two, with a run and a sampler."""
+    """A session of one of the two SDKs, with a run and a sampler."""
 
     types: ModuleType
     trainer: Any
@@ -40,7 +40,7 @@ class Side:
         return cls(sdk.types, trainer, service.create_sampling_client(base_model=MODEL))
 
     def forward(self, count: int, _: int = 0) -> None:
-        """All calls are made before the first result is asked for."""
+        """Submit all calls before waiting for the first result."""
         tokens = np.random.default_rng(0).integers(3, 259, NUM_TOKENS + 1).tolist()
         inputs = {"target_tokens": tokens[1:], "weights": [1.0] * NUM_TOKENS}
         datum = self.types.Datum(model_input=self.types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
@@ -59,7 +59,7 @@ class Side:
 
 
 async def sdk(bench: Bench) -> list[Figure]:
-    """Many concurrent calls of training and of sampling; each side makes the same ones."""
+    """Time the same concurrent training and sampling calls with both SDKs."""
     async with bench.server("sdk") as (server, _):
         return await asyncio.to_thread(race, bench, f"http://{server.host}:{server.port}")
 

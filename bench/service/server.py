@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and what its processes and its directory weigh."""
+"""Starts a real server process and measures the memory of its processes and the size of its directory."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from bench.timing import say
 MODEL = "lorimer/debug"
 ADDRESS = re.compile(r" at http://([\d.]+):(\d+) ")
 READY_LINE = "lorimer key create"
-"""Begins the last line of what a server prints when it is ready."""
+"""Prefix of the last line that a server prints when it is ready."""
 END_SECONDS = 120
 SPARE_FILES = 200
 
@@ -39,7 +39,7 @@ class BenchServer:
     data: Path
 
     def cpu_seconds(self) -> float:
-        """What the API process has computed so far; a busy machine does not change it much."""
+        """Return the CPU time of the API process so far, which depends little on other load."""
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 
@@ -50,7 +50,7 @@ class BenchServer:
 
 
 def disk_bytes(directory: Path) -> int:
-    """What files occupy; one that goes away meanwhile counts nothing."""
+    """Return the disk usage of files; a file deleted in the meantime counts 0."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -63,7 +63,7 @@ def disk_bytes(directory: Path) -> int:
 
 @contextmanager
 def running_server(data: Path, num_threads: int, model: str = MODEL, /, **settings: object) -> Iterator[BenchServer]:
-    """Serve until the block ends; ready when its first line runs. Its log stays beside ``data``."""
+    """Serve until the block ends; the server is ready when the block starts. Its log is next to ``data``."""
     command = [sys.executable, "-m", "lorimer.cli.main", "serve", "--port", "0", "--data", str(data), "--model", model]
     command += ["--dtype", "float32"]
     for name, value in (settings | {"num_threads": num_threads}).items():
@@ -101,7 +101,7 @@ def _tail(log: Path) -> str:
 
 
 def allow_files(num_files: int) -> int:
-    """Let this process open so many files where the system allows it; how many connections it may now have."""
+    """Raise the limit of open files if the system allows it. Return the number of connections it permits."""
     try:
         import resource
     except ImportError:  # a system without such limits

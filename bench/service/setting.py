@@ -1,4 +1,4 @@
-"""What the rows share: how much of everything there is, and the server that is put under load."""
+"""State that the rows share: the sizes of the loads, and the server under load."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -13,7 +13,7 @@ from bench.timing import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of the loads."""
 
     num_calls: int = 400
     num_samples: int = 1000
@@ -66,20 +66,20 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Bench:
-    """What rows share."""
+    """State that the rows share."""
 
     root: Path
     sizes: Sizes
     num_threads: int
     progress: Progress
     shared: BenchServer | None = None
-    """One server for all rows, to save the time of starting several."""
+    """One server for all rows, to save start-up time."""
 
     @asynccontextmanager
     async def server(
         self, name: str, model: str = MODEL, /, **settings: object
     ) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
-        """A fresh server of ``model`` with an empty directory, or the shared one, which has the usual model."""
+        """Start a server of ``model`` with an empty directory, or return the shared one with the default model."""
         with ExitStack() as ending:
             server = self.shared
             if server is None:

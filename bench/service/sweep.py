@@ -1,7 +1,7 @@
-"""Several concurrent runs against one run over as many tokens: what sharing an engine costs, through the whole service.
+"""Measures the cost of sharing an engine: several concurrent runs against one run over as many tokens.
 
 All train with the cookbook's loop and our SDK, as the recipe ``sweep`` does, from a run's creation to its last
-checkpoint. The one run gets the same batches: those of a step joined to one, or one after the other.
+checkpoint. The single run gets the same batches: those of a step joined into one, or one after the other.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from lorimer.cookbook.datums import datum_from_tokens
 TINY = "lorimer/tiny"
 RANK = 16
 NUM_TOKENS = 32
-"""Of each example, about as many as a sum has in the recipe."""
+"""Tokens per example, about as many as a sum in the recipe."""
 MAX_SECONDS = 600.0
 WARM_STEPS = 2
 
@@ -36,7 +36,7 @@ WAYS: tuple[Way, ...] = ("concurrent", "larger batches", "more steps")
 
 
 class Repeated:
-    """Batches of a dataset, each a number of times: in one batch, or one after the other."""
+    """Batches of a dataset, each repeated: within one batch, or one after the other."""
 
     def __init__(self, dataset: Dataset[Datum], times: int, *, in_one_batch: bool) -> None:
         self._dataset, self._times, self._in_one_batch = dataset, times, in_one_batch
@@ -51,7 +51,7 @@ class Repeated:
 
 
 async def sweep(bench: Bench) -> list[Figure]:
-    """The time of several concurrent runs over that of one run, in both of its ways."""
+    """Measure the time of several concurrent runs over that of one run, in both variants."""
     model = MODEL if bench.shared is not None else TINY
     async with bench.server("sweep", model) as (server, _):
         return await asyncio.to_thread(race, bench, server, model)
@@ -85,7 +85,7 @@ def race(bench: Bench, server: BenchServer, model: str) -> list[Figure]:
 
 
 def cpu_seconds(server: BenchServer) -> float:
-    """What server, engine and this process have computed so far; a busy machine does not change it much."""
+    """Return the CPU time of server, engine and this process so far, which depends little on other load."""
     api = psutil.Process(server.pid)
     times = [process.cpu_times() for process in (api, *api.children(recursive=True))]
     return time.process_time() + sum(each.user + each.system for each in times)
@@ -94,7 +94,7 @@ def cpu_seconds(server: BenchServer) -> float:
 def configs(
     way: Way, model: str, num_runs: int, batch_size: int, num_steps: int, directory: Path
 ) -> list[supervised.Config]:
-    """What is trained in one of the ways; all have the same batches, equally often."""
+    """Return the configurations of one variant; all variants have the same batches, equally often."""
     tokens = np.random.default_rng(0).integers(3, 259, (2 * batch_size, NUM_TOKENS + 1)).tolist()
     data = [datum_from_tokens(row, [1.0] * len(row)) for row in tokens]
     dataset = ShuffledDataset[Datum](data, batch_size, num_epochs=-(-num_steps // 2))

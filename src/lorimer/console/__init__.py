@@ -1,1 +1,1 @@
-"""The web page: runs, curves, checkpoints, playground and queue. Runs in the browser, over the public HTTP API only."""
+"""The web console: runs, metrics, checkpoints, playground and queue. Runs in the browser, on the public HTTP API."""

@@ -1,12 +1,12 @@
-// The two halves of the playground: a pane holds a model and what was said to it and by it, an answer is shown while it
-// comes. What a model writes is shown as text and as nothing else.
+// The panes of the playground: each holds a model and its conversation, and shows answers as they stream in. Model
+// output is rendered as text only.
 
 import { chat, complete } from "./generation.js";
 import { button, h, replace, short, shortRun, span } from "./dom.js";
 import { ModelPicker } from "./model_picker.js";
 import { TokenView } from "./tokens.js";
 
-/** One prompt and its answer, as far as it has come. */
+/** One prompt and the part of its answer received so far. */
 const newTurn = (prompt, model) => ({
   prompt,
   model,
@@ -23,7 +23,7 @@ const newTurn = (prompt, model) => ({
   numFirst: 0,
 });
 
-/** A model and its turns. `kept` is `{model, chat: [], complete: []}`, which outlives the page. */
+/** A model and its turns. `kept` is `{model, chat: [], complete: []}`, which survives navigation. */
 export class Pane {
   constructor({ label, kept, choices, onchange, onswitch }) {
     this.kept = kept;
@@ -47,11 +47,11 @@ export class Pane {
   draw(mode) {
     this.#mode = mode;
     const turns = this.kept[mode];
-    const hint = mode === "chat" ? "Messages and answers appear here." : "Continuations of your prompt appear here.";
+    const hint = mode === "chat" ? "Messages and answers appear here." : "Completions of your prompt appear here.";
     replace(this.#log, turns.length ? turns.map((turn) => this.#show(turn).nodes) : h("p", { class: "muted" }, hint));
   }
 
-  /** Put a prompt to the model; `request` has `system`, `scored` and `settings`. Never fails: errors are shown. */
+  /** Send a prompt to the model; `request` has `system`, `scored` and `settings`. Shows errors instead of throwing. */
   async ask(prompt, request, signal) {
     const { model } = this.kept;
     const turns = this.kept[this.#mode];
@@ -77,7 +77,7 @@ export class Pane {
     view.finish();
   }
 
-  /** Take the last turn back; its prompt, or null. */
+  /** Remove the last turn. Return its prompt, or null. */
   takeLast() {
     const turn = this.kept[this.#mode].pop();
     this.draw(this.#mode);
@@ -89,7 +89,7 @@ export class Pane {
   }
 }
 
-/** The messages that precede an answer; turns that failed are no part of what was said. */
+/** Return the messages before an answer, without failed turns. */
 function conversation(turns, system, prompt) {
   const said = turns
     .filter((turn) => turn.state !== "failed" && turn.text)
@@ -100,7 +100,7 @@ function conversation(turns, system, prompt) {
   return [...(system.trim() ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: prompt }];
 }
 
-/** How a turn is shown: what was asked, the answer as text and as shaded tokens, of which one is seen, and figures. */
+/** Render a turn: the prompt, the answer either as text or as shaded tokens, and its statistics. */
 class AnswerView {
   constructor(turn, mode, onswitch) {
     this.#turn = turn;
@@ -178,9 +178,9 @@ class AnswerView {
   }
 }
 
-const MIN_SECONDS = 0.2; // below, the speed of an answer is that of the whole request
+const MIN_SECONDS = 0.2; // for shorter streams, compute tokens per second over the whole request
 
-/** Counts and speed in a line: what is known of them. */
+/** Format the known token counts and throughput in one line. */
 function figures(turn) {
   const count = turn.usage?.completion_tokens ?? turn.tokens.length;
   const seconds = (turn.lastAt - turn.firstAt) / 1000;
@@ -207,7 +207,7 @@ function figures(turn) {
   return words.length ? h("p", { class: "figures" }, words.join(" · ")) : null;
 }
 
-/** A model's name in few words: of a checkpoint its own name and the end of its run's. */
+/** Shorten a model's name: for a checkpoint, its name and the end of its run's id. */
 function shortName(model) {
   const found = /^tinker:\/\/([^/]+)\/[^/]+\/(.+)$/.exec(model);
   return found ? `${found[2]} (${shortRun(found[1])})` : model || "no model";

@@ -1,5 +1,5 @@
-// The only place that speaks to the server: the public HTTP API, with the key this browser was given. A refused key
-// raises the event `lorimer:signin`, which app.js answers with the sign-in page.
+// The only module that calls the server: the public HTTP API, with the key of this browser. A rejected key dispatches
+// the event `lorimer:signin`, for which app.js shows the sign-in page.
 
 const KEY = "lorimer.key";
 
@@ -14,7 +14,7 @@ export class ApiError extends Error {
 
 export const key = () => localStorage.getItem(KEY) || "";
 
-/** Keep a key for later visits; an empty one forgets it. */
+/** Persist a key for later visits; an empty one deletes it. */
 export function setKey(value) {
   if (value) localStorage.setItem(KEY, value);
   else localStorage.removeItem(KEY);
@@ -25,7 +25,7 @@ export const post = (path, body, signal) => send("POST", path, { body, signal })
 export const put = (path, body, signal) => send("PUT", path, { body, signal });
 export const del = (path, signal) => send("DELETE", path, { signal });
 
-/** A path with parameters; those that are null, undefined or empty are left out. */
+/** Append query parameters to a path, except null, undefined and empty ones. */
 export function withQuery(path, query) {
   const pairs = Object.entries(query || {}).filter(
     ([, value]) => value !== null && value !== undefined && value !== "",
@@ -33,10 +33,10 @@ export function withQuery(path, query) {
   return pairs.length ? `${path}?${new URLSearchParams(pairs.map(([name, value]) => [name, String(value)]))}` : path;
 }
 
-/** One part of a path, such as a name that holds slashes. */
+/** Escape one segment of a path, such as a name with slashes. */
 export const part = (text) => encodeURIComponent(text);
 
-/** The answer as JSON (null when it is empty), or an ApiError; `as` is "response" for the answer itself. */
+/** Return the response as JSON (null if empty), or throw ApiError; `as` is "response" for the Response itself. */
 export async function send(method, path, { body, signal, as, anonymousKey } = {}) {
   const response = await fetch(path, {
     method,
@@ -52,10 +52,10 @@ export async function send(method, path, { body, signal, as, anonymousKey } = {}
   return text ? JSON.parse(text) : null;
 }
 
-/** Whether the server takes this key, without keeping it: who it belongs to, or an ApiError with status 401. */
+/** Validate a key without persisting it: return its user, or throw ApiError with status 401. */
 export const tryKey = (candidate) => send("GET", "/api/v1/whoami", { anonymousKey: candidate });
 
-/** Server-sent events of a POST: `onEvent({event, data})` for each, `data` parsed unless it is the last, "[DONE]". */
+/** POST and read server-sent events: call `onEvent({event, data})` for each; `data` is parsed, except "[DONE]". */
 export async function stream(path, body, onEvent, signal) {
   const response = await send("POST", path, { body, signal, as: "response" });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -83,8 +83,8 @@ function emit(block, onEvent) {
 }
 
 /**
- * Save a file under a name. Signed addresses need no key, so the browser itself fetches them and a large file is never
- * held in the page; a path of the API that redirects to one is asked where it leads.
+ * Download a file under a name. Signed URLs need no key, so the browser fetches them itself and the page never holds a
+ * large file in memory; for an API path that redirects to one, resolve the redirect first.
  */
 export async function downloadSigned(path, name) {
   let address = new URL(path, location.href);
@@ -118,7 +118,7 @@ async function failure(response, isTrial) {
     detail = body.detail || body.error?.message || detail;
     code = body.code || code;
   } catch {
-    // A proxy may answer with a page of its own; the status says enough.
+    // A proxy may respond with an HTML page; the status is enough.
   }
   if (response.status === 401 && !isTrial) window.dispatchEvent(new CustomEvent("lorimer:signin", { detail }));
   return new ApiError(response.status, code, detail);

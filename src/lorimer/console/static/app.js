@@ -1,5 +1,5 @@
-// The frame around the pages: which page a path names, navigation without reloading, who is signed in, the theme, and
-// keys of the keyboard. A page is a module with `title` and `render(root, context)`; it is left by aborting its signal.
+// The frame around the pages: routing, navigation without reloading, the signed-in user, the theme, and keyboard
+// shortcuts. A page is a module with `title` and `render(root, context)`; aborting its signal ends it.
 
 import { get, setKey } from "./api.js";
 import { badge, button, empty, h, pageHead, replace, svg, toast } from "./dom.js";
@@ -8,7 +8,7 @@ const PAGES = [
   { path: "", module: "overview" },
   { path: "runs", module: "runs" },
   { path: "runs/:run", module: "run" },
-  { path: "training_runs/:run", module: "run" }, // as addresses in the SDK spell it
+  { path: "training_runs/:run", module: "run" }, // URLs of the SDK
   { path: "playground", module: "playground" },
   { path: "checkpoints", module: "checkpoints" },
   { path: "checkpoints/:run/:checkpoint", module: "checkpoints" },
@@ -28,7 +28,7 @@ const NAVIGATION = [
   ["usage", "Usage", "u", "M4 20V10M10 20V4M16 20v-7M21 20H3"],
   ["keys", "Keys", "k", "M14.500 9.500a4 4 0 1 0-3 3.900L14 16h2v2h2v2h3v-3l-6.600-6.600z"],
 ];
-const NUM_ALWAYS_SHOWN = 4; // on a phone the others are behind "More"
+const NUM_ALWAYS_SHOWN = 4; // on a phone the others are under "More"
 const THEMES = ["system", "light", "dark"];
 
 const main = document.getElementById("main");
@@ -37,7 +37,7 @@ let account = null;
 
 // ── pages ───────────────────────────────────────────────────────────────────────────────────────────
 
-/** The page and parameters that a path names; `/` is the overview, as is `/console`. */
+/** Match a path to a page and its parameters; `/` and `/console` are the overview. */
 function match(pathname) {
   const parts = pathname
     .replace(/^\/(console(\/|$))?/, "")
@@ -63,7 +63,7 @@ function decoded(text) {
   }
 }
 
-/** Show the page that the address names. */
+/** Show the page of the current URL. */
 async function show() {
   leaving.abort();
   leaving = new AbortController();
@@ -76,7 +76,7 @@ async function show() {
   if (!found) {
     root.append(
       pageHead("No such page"),
-      empty("There is nothing at this address.", "The pages are in the navigation."),
+      empty("Page not found.", "Choose a page from the navigation."),
     );
     return;
   }
@@ -105,7 +105,7 @@ function contextOf(found, root, signal) {
     live: (work, seconds) => live(work, seconds, signal),
     navigate,
     setTitle,
-    /** Keep a choice in the address, without a new entry in the history: an object of values, null to leave one out. */
+    /** Replace query parameters of the URL without a new history entry; null removes one. */
     setQuery(values) {
       if (signal.aborted) return;
       const query = new URLSearchParams(location.search);
@@ -133,8 +133,8 @@ export function navigate(path, { replaceEntry = false } = {}) {
 }
 
 /**
- * Do something now, and again `seconds` after each time it was done, until the page is left; hidden tabs wait. The
- * first time is the caller's to await, with its errors; later ones are shown as a lost connection and tried again.
+ * Poll: run a function now, and again `seconds` after each run, until the page is left; hidden tabs pause. The caller
+ * awaits the first run and its errors; later errors are shown as a lost connection and retried.
  */
 async function live(work, seconds, signal) {
   await work();
@@ -222,7 +222,7 @@ function setConnected(isConnected, reason = "") {
   replace(place, isConnected ? null : h("span", { title: reason }, badge("bad", "connection lost, trying again")));
 }
 
-/** Learn who is signed in; a server that answers 401 sends us to the sign-in page. */
+/** Load the signed-in user; on 401 go to the sign-in page. */
 async function loadAccount() {
   try {
     account = await get("/api/v1/whoami");
@@ -281,7 +281,7 @@ function themeButton() {
   return node;
 }
 
-// ── what the browser tells us ───────────────────────────────────────────────────────────────────────
+// ── events of the browser ───────────────────────────────────────────────────────────────────────────
 
 document.addEventListener("click", (event) => {
   const link = event.target.closest?.("a[href]");
@@ -334,7 +334,7 @@ document.addEventListener("keydown", (event) => {
 
 window.addEventListener("popstate", show);
 window.addEventListener("lorimer:signin", toSignIn);
-/** Raised by the sign-in page when a key was taken: the address to go on to. */
+/** Dispatched by the sign-in page when a key was accepted, with the URL to go to. */
 window.addEventListener("lorimer:signedin", async (event) => {
   if (await loadAccount()) navigate(within(event.detail), { replaceEntry: true });
 });
@@ -342,7 +342,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
   window.dispatchEvent(new Event("lorimer:theme")),
 );
 
-/** An address of the console, or its first page: `next` in a link could name another server. */
+/** Return the URL if it is in the console, else its first page: `next` in a link could name another server. */
 function within(address) {
   return /^\/(console(\/|\?|$)|$|\?)/.test(address || "") ? address : "/";
 }

@@ -1,12 +1,12 @@
-// Stacked bars over time, for amounts in hours or days. Drawn at the width it is given, and again when that changes.
+// Stacked bars over time, for amounts per hour or day. Redrawn when the width changes.
 
 import { h, replace, svg } from "./dom.js";
 
 const HEIGHT = 220;
 const MARGIN = { top: 8, right: 4, bottom: 22, left: 46 };
-const MIN_LABEL_WIDTH = 64; // pixels that the name of a bar needs
+const MIN_LABEL_WIDTH = 64; // pixels for the label of a bar
 
-/** A figure called `name` of `series: [{name, values}]`, with a value for each of `labels: [{short, long}]`. */
+/** Draw a figure called `name` of `series: [{name, values}]`, with a value for each of `labels: [{short, long}]`. */
 export function stackedBars({ name, labels, series }) {
   const holder = h("div", { class: "bars" });
   const draw = () => holder.clientWidth && replace(holder, picture(holder.clientWidth, name, labels, series));
@@ -66,13 +66,13 @@ function picture(width, name, labels, series) {
   );
 }
 
-/** 1, 2 or 5 times a power of ten, at least `least` and a whole number. */
+/** Return 1, 2 or 5 times a power of ten: an integer that is at least `min`. */
 function niceStep(min) {
   const power = 10 ** Math.floor(Math.log10(Math.max(min, 1)));
   return power * ([1, 2, 5].find((factor) => factor * power >= min) || 10);
 }
 
-/** A round number in few characters. */
+/** Format a round number in few characters. */
 function tick(value) {
   for (const [size, letter] of [
     [1e9, "G"],

@@ -1,5 +1,5 @@
-// Charts over uPlot: one metric of one or several runs, drawn when it comes into view and redrawn when its data, the
-// theme or its width change; and small lines without axes. Colours come from the variables of style.css.
+// Charts with uPlot: one metric of one or several runs, drawn when scrolled into view and redrawn when its data, the
+// theme or its width change; and sparklines. Colours are CSS variables of style.css.
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { h, short, span, svg } from "./dom.js";
@@ -8,20 +8,20 @@ import * as scales from "./scales.js";
 
 export const NUM_COLOURS = 8;
 const HEIGHT = 190;
-/** The least that an axis x shows: one step, or so many seconds. */
+/** Minimum span of the x axis: one step, or this many seconds. */
 const MIN_SPANS = { step: 1, elapsed: 1e-3, clock: 0.1 };
-/** What it shows on both sides of a single point. */
+/** Margin on both sides of a single point. */
 const ROOM = { step: 1, elapsed: 30, clock: 30 };
 const X_SPACE = 56; // pixels between two labels
 const Y_SPACE = 32;
-const Y_SIZE = 54; // pixels for the labels beside the axis
+const Y_SIZE = 54; // pixels for the labels of the axis
 const CHAR_WIDTH = 6.5;
 
-/** The colour of the nth run, as a variable for styles. */
+/** Return the colour of the nth run as a CSS variable. */
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
 const faint = (rgb) => rgb.replace("rgb(", "rgba(").replace(")", ", 0.33)");
 
-/** The colour that a variable stands for in the present theme, as a canvas takes it. */
+/** Resolve a CSS variable in the current theme, for a canvas. */
 function computed(name) {
   const probe = h("i", { class: "offscreen" });
   probe.style.color = `var(${name})`;
@@ -32,10 +32,10 @@ function computed(name) {
 }
 
 /**
- * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys], sample: [xs, ys]}`,
- * the sample is what smoothing averages; options are `{axis: step|elapsed|clock, isLog, smoothing}`. Its element tells
- * what it shows in `data-points` and `data-last`.
- * Whoever drags over it calls `onZoom([low, high])`, x of both ends; a double click calls `onZoom(null)`.
+ * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys], sample: [xs,
+ * ys]}`, where smoothing averages the sample; options are `{axis: step|elapsed|clock, isLog, smoothing}`. The
+ * attributes `data-points` and `data-last` of its element describe what it shows. A drag calls `onZoom([low, high])`
+ * with the x of both ends; a double click calls `onZoom(null)`.
  */
 export class MetricChart {
   constructor(name, source, signal, onZoom) {
@@ -101,7 +101,7 @@ export class MetricChart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
   }
 
-  /** What a test, or somebody who cannot see the chart, can know of it. */
+  /** Describe the chart for tests and screen readers. */
   describe() {
     const finite = this.lines.map((line) => line.columns[1].filter((value) => value !== null));
     const counts = finite.map((values) => values.length);
@@ -115,7 +115,7 @@ export class MetricChart {
     );
   }
 
-  /** uPlot's columns: the raw lines, and behind them, when smoothed, the smoothed ones. */
+  /** Return uPlot's columns: the raw lines and, when smoothing, the smoothed ones after them. */
   data() {
     const { isLog, smoothing } = this.options;
     const usable = (values) => values.map((value) => drawable(value, isLog));
@@ -150,7 +150,7 @@ export class MetricChart {
       ticks: { stroke: line, width: 1, size: 4 },
     };
     return {
-      padding: [8, 18, 0, (plot) => (plot.scales.y.min == null ? 18 : 0)], // the first label below, without axis y
+      padding: [8, 18, 0, (plot) => (plot.scales.y.min == null ? 18 : 0)], // room for the first x label
       legend: { show: false },
       cursor: {
         sync: { key: "metrics", scales: ["x", null] },
@@ -183,7 +183,7 @@ export class MetricChart {
     this.onZoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
-  /** Values that are not finite as ticks at the bottom: a gap in a long line is too narrow to be seen. */
+  /** Draw non-finite values as ticks at the bottom: a gap in a long line is too narrow to see. */
   markGaps(plot) {
     const { min, max } = plot.scales.x;
     const gaps = this.lines.flatMap(({ columns: [xs, ys] }) =>
@@ -197,7 +197,7 @@ export class MetricChart {
       ctx.fillRect(plot.valToPos(x, "x", true) - width / 2, bbox.top + bbox.height - height, width, height);
   }
 
-  /** Where the first value is that is not finite, as a place on the axis, or undefined. */
+  /** Return the x of the first non-finite value, or undefined. */
   firstGap() {
     const found = this.lines.map(({ columns: [xs, ys] }) => xs[ys.indexOf(null)]).filter((x) => x !== undefined);
     return found.length ? Math.min(...found) : undefined;
@@ -215,7 +215,7 @@ export class MetricChart {
     return this.options?.isLog && this.lines.every((line) => !line.columns[1].some((value) => value > 0));
   }
 
-  /** The values under the cursor, or the last ones. */
+  /** Show the values at the cursor, or the last ones. */
   showValues(index) {
     const hasCursor = index !== null && index !== undefined && this.plot;
     const x = hasCursor ? this.plot.data[0][index] : undefined;
@@ -245,11 +245,11 @@ function strokes(line, smoothing) {
   ];
 }
 
-/** Of points that are too dense to be marked, those without a neighbour to draw a line to. */
+/** Return the isolated points of a dense series: those without a neighbour to draw a line to. */
 function isolated(plot, series, isMarked) {
   if (isMarked) return null;
   const values = plot.data[series];
-  // A value is undefined where only another run has a point.
+  // A value is undefined if only another run has a point at this x.
   const here = [...values.keys()].filter((i) => values[i] !== undefined);
   const isGap = (i) => values[i] === null || values[i] === undefined;
   return here.filter((i, n) => values[i] !== null && isGap(here[n - 1]) && isGap(here[n + 1]));
@@ -264,7 +264,7 @@ function lastOf(values) {
   return null;
 }
 
-/** The value at a place of the axis, or the last before it: another run may have no point there. */
+/** Return the value at an x or the last one before it: another run may have no point there. */
 function valueAt([xs, ys], x) {
   let [first, end] = [0, xs.length];
   while (first < end) {
@@ -286,7 +286,7 @@ function extraDigitsOf(values) {
 
 const clamp = (value) => Math.min(Math.max(value, -scales.MAX_DRAWN), scales.MAX_DRAWN);
 
-/** A value where it can be drawn; gaps stay, and a logarithmic axis has no place for what is not above zero. */
+/** Clamp a value to the drawable range; gaps stay, and a logarithmic axis drops values that are not positive. */
 function drawable(value, isLog) {
   if (value === null || value === undefined) return value;
   if (!isLog) return clamp(value);
@@ -304,7 +304,7 @@ function yRange(low, high, isLog) {
   return isLog ? scales.logRange(low, high) : scales.linearRange(low, high);
 }
 
-/** An axis of uPlot whose ticks and labels are made here. It wants increments too, and refuses an axis without one. */
+/** Configure a uPlot axis with our ticks and labels. uPlot requires increments too. */
 function ticksOf(make, label) {
   return {
     incrs: (_plot, _axis, low, high) => [Math.max(5, high - low)],
@@ -328,12 +328,12 @@ function yTicks(isLog) {
   return isLog ? ticksOf(scales.logTicks, scales.logLabels) : ticksOf(scales.linearTicks, scales.linearLabels);
 }
 
-/** The pixels that the labels of axis y need. */
+/** Return the width of the y labels in pixels. */
 function ySize(_, labels) {
   return Math.max(Y_SIZE, 12 + CHAR_WIDTH * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
-/** A small line without axes; newest at the right. */
+/** Draw a sparkline; newest value at the right. */
 export function sparkline(values, label, n = 0) {
   const width = 120;
   const height = 28;

@@ -1,5 +1,5 @@
-// What can be done to a checkpoint, as a table and as buttons: copy its path, try it, download it, publish it, give it an
-// end, delete it. Used by the page of a run and the page of checkpoints.
+// Actions on a checkpoint, as a table and as buttons: copy its path, try, download, publish, set the TTL, delete. Used
+// by the page of a run and the page of checkpoints.
 
 import { del, get, part, post, put, downloadSigned } from "./api.js";
 import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, table, toast } from "./dom.js";
@@ -13,7 +13,7 @@ const LIFETIMES = [
   ["2592000", "30 days from now"],
 ];
 
-/** The parts of `tinker://<run>/<segment>/<name>`. */
+/** Split `tinker://<run>/<segment>/<name>`. */
 export function partsOf(path) {
   const [run, segment, name] = path.replace(/^tinker:\/\//, "").split("/");
   return { run, segment, name };
@@ -24,7 +24,7 @@ function endpoint(checkpoint, rest = "") {
   return `/api/v1/training_runs/${part(run)}/checkpoints/${part(segment)}/${part(name)}${rest}`;
 }
 
-/** A table of checkpoints as the API lists them. `changed` is called after each change; `withRun` adds the run. */
+/** Build a table of checkpoints from the API. Calls `changed` after each change; `withRun` adds the run. */
 export function checkpointTable(checkpoints, { changed, withRun = false, isOwn = true }) {
   const columns = [
     {
@@ -54,7 +54,7 @@ function metadata(checkpoint) {
   );
 }
 
-/** Buttons for one checkpoint; those that change it are its owner's. */
+/** Build the buttons of one checkpoint; only its owner gets those that change it. */
 export function checkpointActions(checkpoint, changed, isOwn = true) {
   const act = (label, work, attrs) => button(label, () => attempt(work, changed), { class: "quiet small", ...attrs });
   const isSampler = checkpoint.checkpoint_type === "sampler";
@@ -82,7 +82,7 @@ export function checkpointActions(checkpoint, changed, isOwn = true) {
   );
 }
 
-/** Work that says whether it changed something; what goes wrong is told. */
+/** Run an action that returns whether it changed something; show its errors. */
 async function attempt(work, changed) {
   try {
     if (await work()) await changed?.();
@@ -108,25 +108,25 @@ async function publish(checkpoint) {
 async function setLifetime(checkpoint) {
   const answer = await formDialog({
     title: `Lifetime of ${partsOf(checkpoint.tinker_path).name}`,
-    text: "After its end a checkpoint is deleted.",
+    text: "The checkpoint is deleted when its lifetime ends.",
     fields: [{ name: "ttl", label: "Keep it until", options: LIFETIMES, value: "" }],
   });
   if (answer === null) return false;
   await put(endpoint(checkpoint, "/ttl"), { ttl_seconds: answer.ttl ? Number(answer.ttl) : null });
-  toast(answer.ttl ? "The checkpoint has an end now." : "The checkpoint is kept for ever.");
+  toast(answer.ttl ? "The lifetime of the checkpoint is set." : "The checkpoint is kept for ever.");
   return true;
 }
 
 async function remove(checkpoint) {
   const title = `Delete ${partsOf(checkpoint.tinker_path).name}?`;
-  const text = `${checkpoint.tinker_path} cannot be brought back. Samplers that are using its weights go on.`;
+  const text = `${checkpoint.tinker_path} cannot be restored. Samplers that are using its weights keep working.`;
   if (!(await confirmDialog({ title, text, action: "Delete", danger: true }))) return false;
   await del(endpoint(checkpoint));
   toast("Deleted.");
   return true;
 }
 
-/** The adapter as a tar; exports have an address for each file instead. */
+/** Download the adapter as a tar; exports have one URL per file instead. */
 async function download(checkpoint) {
   if (checkpoint.checkpoint_type === "external") {
     const { urls } = await get(endpoint(checkpoint, "/external_weights_urls"));

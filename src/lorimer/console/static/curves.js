@@ -1,5 +1,5 @@
-// The curves of a run, and of others beside it: which runs and metrics are shown, and how; the legend. All choices are
-// in the address, so that a link shows the same.
+// The charts of a run and of runs compared with it: selection of runs and metrics, options, legend. The URL contains
+// all choices, so that a link shows the same view.
 
 import { MetricChart, NUM_COLOURS, colour } from "./charts.js";
 import { button, choice, empty, h, replace, runLink, searchBox, shortRun, toast } from "./dom.js";
@@ -36,8 +36,8 @@ export class Curves {
   }
 
   /**
-   * Fetch what is new of every run shown and draw it; what is too much for one answer follows when this has returned.
-   * A run that is not there is taken out, with a word.
+   * Fetch and draw new points of every run shown; further pages follow after this returns. Remove an unknown run and
+   * show a message.
    */
   async poll() {
     const runs = this.runs;
@@ -54,25 +54,25 @@ export class Curves {
     this.readOn();
   }
 
-  /** Draw the rest of long runs as it comes. */
+  /** Draw the remaining pages of long runs as they arrive. */
   async readOn() {
     if (this.isReadingOn) return;
     this.isReadingOn = true;
     try {
       for (let run; (run = this.runs.find((one) => one.hasMore));) this.draw(await run.poll(this.signal));
     } catch {
-      // The next poll meets the same failure, and tells of it.
+      // The next poll fails the same way and reports it.
     } finally {
       this.isReadingOn = false;
     }
   }
 
-  /** Somebody looks at a part of the axis, or with null at all of it: what was left out of that part is fetched. */
+  /** Zoom to a range of the x axis, or with null to all of it, and fetch the points missing in that range. */
   async zoom(range) {
     if (!range) for (const chart of this.charts.values()) chart.isZoomed = false;
     if (!range || this.isZooming) return;
     this.isZooming = true;
-    await null; // every chart in view follows a drag in the same frame, and calls this
+    await null; // all visible charts follow a drag in the same frame and call this
     this.isZooming = false;
     try {
       const looked = this.runs.map((run) => {
@@ -85,7 +85,7 @@ export class Curves {
     }
   }
 
-  /** How far the run itself is, or null. */
+  /** Return the last step of the run itself, or null. */
   get lastStep() {
     return this.runs[0].lastStep;
   }
@@ -130,7 +130,7 @@ export class Curves {
       this.adding(),
       button("CSV", (event) => this.saveCsv(event.currentTarget), {
         class: "quiet small",
-        title: "Save all values of the runs shown",
+        title: "Download all values of the runs shown",
       }),
     );
   }
@@ -205,7 +205,7 @@ export class Curves {
 
   // ── drawing ───────────────────────────────────────────────────────────────────────────────────────
 
-  /** Draw the charts of these keys, or with null all of them. */
+  /** Draw the charts of these keys, or all of them if null. */
   draw(changed) {
     if (changed === null || this.legend.childElementCount !== this.runs.length) this.drawLegend();
     const words = this.filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -230,7 +230,7 @@ export class Curves {
       "Drag over a part of a chart to see more of it; CSV has every value.";
   }
 
-  /** Names and sources of all series of all runs, by key, in the order they are shown. */
+  /** Return names and sources of all series of all runs by key, in display order. */
   keys() {
     const found = new Map();
     for (const run of this.runs) for (const [key, series] of run.series) found.set(key, series);
@@ -246,7 +246,7 @@ export class Curves {
     });
   }
 
-  /** Charts are put in order only when there are others than before: moving one would end a drag in it. */
+  /** Reorder charts only if their set changed: moving a chart would end a drag in it. */
   place(keys) {
     const wanted = [...keys.keys()].map((key) => this.charts.get(key).element);
     if (wanted.length === this.grid.childElementCount && wanted.every((node, i) => node === this.grid.children[i]))
@@ -264,7 +264,7 @@ export class Curves {
         ? empty("No metric matches the filter.")
         : empty(
             "No numbers yet.",
-            "Losses and norms appear with the first forward_backward and optim_step. Report numbers of your own with:",
+            "Losses and norms appear with the first forward_backward and optim_step. Report your own metrics with:",
             metricsProgram(),
           ),
     );

@@ -1,19 +1,19 @@
-// Elements made from values. Strings become text nodes and attributes, and are never parsed as HTML: everything shown
-// here may have been written by somebody hostile. Also the few parts every page is made of: tables, empty states,
-// buttons that copy, dialogs and notes. Nothing here speaks to the server.
+// Creates elements from values. Strings become text nodes and attributes and are never parsed as HTML, because any of
+// them may come from an attacker. Also the widgets that pages share: tables, empty states, copy buttons, dialogs and
+// toasts. Does not call the server.
 
 const SVG = "http://www.w3.org/2000/svg";
 const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "indeterminate"]);
 const FORBIDDEN = new Set(["script", "iframe", "object", "embed", "base", "meta", "link", "style"]);
 const LINK = /^(\/(?!\/)|[?#]|blob:)/;
 
-/** An element. `on*` attributes are listeners, null and false are left out; children are nodes, text or lists. */
+/** Create an element. `on*` attributes are listeners, null and false are skipped; children are nodes, text or lists. */
 export function h(tag, attrs, ...children) {
   if (FORBIDDEN.has(tag)) throw new Error(`<${tag}> is not made here`);
   return fill(document.createElement(tag), attrs, children);
 }
 
-/** The same for SVG. */
+/** Create an SVG element. */
 export function svg(tag, attrs, ...children) {
   if (FORBIDDEN.has(tag) || tag === "foreignObject") throw new Error(`<${tag}> is not made here`);
   return fill(document.createElementNS(SVG, tag), attrs, children);
@@ -43,7 +43,7 @@ function fill(node, attrs, children) {
   return node;
 }
 
-/** Children added to a node: nodes as they are, lists flattened, null and false left out, the rest as text. */
+/** Append children to a node: nodes as they are, lists flattened, null and false skipped, the rest as text. */
 export function append(node, children) {
   for (const child of [children].flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
@@ -52,7 +52,7 @@ export function append(node, children) {
   return node;
 }
 
-/** A node's children replaced; the caller's focus and scroll stay where the node itself stays. */
+/** Replace a node's children; focus and scroll position of the node itself are kept. */
 export function replace(node, ...children) {
   node.replaceChildren();
   return append(node, children);
@@ -60,7 +60,7 @@ export function replace(node, ...children) {
 
 // ── parts of pages ──────────────────────────────────────────────────────────────────────────────────
 
-/** The head of a page: its title, and buttons or links beside it. */
+/** Build the header of a page: its title and actions. */
 export function pageHead(title, ...actions) {
   return h(
     "header",
@@ -70,14 +70,14 @@ export function pageHead(title, ...actions) {
   );
 }
 
-/** A framed part of a page under a heading. */
+/** Build a framed section with a heading. */
 export function panel(heading, ...children) {
   return h("section", { class: "panel" }, heading && h("h2", null, heading), children);
 }
 
 /**
- * A table. Columns: `{label, value(row), number?, wide?, class?}`, where `value` gives children of the cell. On a phone
- * each row becomes a card, with the labels beside the values. `attrs(row)` gives attributes of the row.
+ * Build a table. Columns: `{label, value(row), number?, wide?, class?}`, where `value` returns children of the cell. On
+ * a phone each row becomes a card with labels and values. `attrs(row)` returns attributes of the row.
  */
 export function table(columns, rows, attrs) {
   const cell = (column) =>
@@ -114,7 +114,7 @@ export function table(columns, rows, attrs) {
   );
 }
 
-/** What stands where there is nothing yet: what it is, what to do next, and a command to copy. */
+/** Build an empty state: what is missing, what to do next, and a command to copy. */
 export function empty(title, hint, command) {
   return h(
     "div",
@@ -125,12 +125,12 @@ export function empty(title, hint, command) {
   );
 }
 
-/** A command or a program with a button that copies it. */
+/** Build a code block with a copy button. */
 export function commandBlock(command) {
   return h("div", { class: "command" }, h("pre", { tabindex: "0" }, command), copyButton(command));
 }
 
-/** Names and values in two columns; pairs whose value is null are left out. */
+/** Build a list of names and values in two columns, without pairs whose value is null. */
 export function facts(pairs) {
   const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h(
@@ -140,7 +140,7 @@ export function facts(pairs) {
   );
 }
 
-/** A word with a coloured mark: kinds are ok, busy, warn, bad and idle. */
+/** Build a badge; kinds are ok, busy, warn, bad and idle. */
 export function badge(kind, text) {
   return h("span", { class: `badge badge-${kind}` }, text);
 }
@@ -149,13 +149,13 @@ export function button(label, onclick, attrs) {
   return h("button", { type: "button", ...attrs, onclick }, label);
 }
 
-/** A field to search with; `/` leads to it. */
+/** Build a search field; `/` focuses it. */
 export function searchBox(label, placeholder, value, onText) {
   const oninput = (event) => onText(event.target.value);
   return h("input", { type: "search", "data-search": "", "aria-label": label, placeholder, value, oninput });
 }
 
-/** One of several, as pairs of a value and what is shown for it. */
+/** Build a select from pairs of value and label. */
 export function choice(label, pairs, chosen, onValue) {
   return h(
     "select",
@@ -164,7 +164,7 @@ export function choice(label, pairs, chosen, onValue) {
   );
 }
 
-/** A button that puts a text on the clipboard and says so. */
+/** Build a button that copies a text to the clipboard and confirms it. */
 export function copyButton(text, label = "Copy") {
   const node = button(
     label,
@@ -190,14 +190,14 @@ async function copy(text) {
 
 // ── values as people read them ──────────────────────────────────────────────────────────────────────
 
-/** A moment from an ISO string or Unix seconds, or null. */
+/** Parse an ISO string or Unix seconds to a Date, or null. */
 export function moment(time) {
   if (time === null || time === undefined || time === "") return null;
   const date = typeof time === "number" ? new Date(time * 1000) : new Date(time);
   return Number.isNaN(date.getTime()) ? null : date;
 }
 
-/** How long ago, or how far ahead; kept up to date, with the whole time in its title. */
+/** Build a relative time that updates itself, with the full time in its title. */
 export function ago(time) {
   const date = moment(time);
   if (!date) return "–";
@@ -213,7 +213,7 @@ setInterval(() => {
   for (const node of document.querySelectorAll("time[data-ago]")) node.textContent = distance(new Date(node.dateTime));
 }, 10_000);
 
-/** Seconds as 40 s, 5 min, 3 h, 2 d. */
+/** Format seconds as 40 s, 5 min, 3 h, 2 d. */
 export function span(seconds) {
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -227,12 +227,12 @@ export function span(seconds) {
   return `${Math.round(seconds / 86_400)} d`;
 }
 
-/** The id of a run in few characters: `7248534…:train:0`. */
+/** Shorten the id of a run: `7248534…:train:0`. */
 export function shortRun(runId) {
   return runId.replace(/^([0-9a-f]{7})[0-9a-f]{25}(?=:train:\d+$)/, "$1…");
 }
 
-/** A link to the page of a run, by its id in few characters or another text. */
+/** Build a link to the page of a run, labelled with its short id or another text. */
 export function runLink(runId, text) {
   const attrs = {
     class: text ? null : "mono run-id",
@@ -242,7 +242,7 @@ export function runLink(runId, text) {
   return h("a", attrs, text || shortRun(runId));
 }
 
-/** Bytes as 12.3 MB. */
+/** Format bytes as 12.3 MB. */
 export function bytes(count) {
   if (count === null || count === undefined) return "–";
   let size = count;
@@ -253,7 +253,7 @@ export function bytes(count) {
   return `${size.toFixed(2)} TB`;
 }
 
-/** The caller's quotas in a sentence, with what is used of them; nothing where there are none. */
+/** Describe the user's quotas and their usage in a sentence, or nothing if there are none. */
 export function quotaLine(quotas) {
   const said = [];
   if (quotas?.max_stored_bytes)
@@ -269,7 +269,7 @@ export function quotaLine(quotas) {
   );
 }
 
-/** A number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7; with `extra` so many digits more. */
+/** Format a number in few characters: 1,234, 12.3k, 0.0123, 1.2e-7; `extra` adds digits. */
 export function short(value, extra = 0) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -281,21 +281,21 @@ export function short(value, extra = 0) {
 
 // ── notes and dialogs ───────────────────────────────────────────────────────────────────────────────
 
-/** A note at the edge of the page, read aloud by screen readers; kinds are info and bad. */
+/** Show a toast, announced by screen readers; kinds are info and bad. */
 export function toast(text, kind = "info") {
   const note = h("div", { class: `toast toast-${kind}`, role: kind === "bad" ? "alert" : "status" }, text);
   document.getElementById("toasts").append(note);
   setTimeout(() => note.remove(), kind === "bad" ? 8000 : 3500);
 }
 
-/** Ask before something that cannot be undone; the answer is true or false. */
+/** Ask for confirmation of an irreversible action. Return true or false. */
 export async function confirmDialog({ title, text, action = "Continue", danger = false }) {
   return (await formDialog({ title, text, action, danger, fields: [] })) !== null;
 }
 
 /**
- * A dialog with fields `{name, label, value?, type?, options?: [[value, text]], hint?, required?}`; the answer is an
- * object of values by name, or null when it was left.
+ * Show a dialog with fields `{name, label, value?, type?, options?: [[value, text]], hint?, required?}`. Return an
+ * object of values by name, or null if it was cancelled.
  */
 export function formDialog({ title, text, fields, action = "Save", danger = false }) {
   return new Promise((resolve) => {

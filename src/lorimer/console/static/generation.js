@@ -1,5 +1,5 @@
-// One answer of a model, asked for over the OpenAI-compatible API: what is sent, and what the chunks of a stream say.
-// Nothing here is shown; the playground passes on what comes.
+// Generates one answer through the OpenAI-compatible API: builds the request and parses the chunks of the stream. The
+// playground renders them.
 
 import { ApiError, post, stream } from "./api.js";
 import { chatTokens, completionTokens } from "./tokens.js";
@@ -7,8 +7,8 @@ import { chatTokens, completionTokens } from "./tokens.js";
 const NUM_TOP = 5;
 
 /**
- * Ask for the next message after `messages`. `onPart` is given `{text, reasoning, tokens, finish, usage}`, each of them
- * only where a chunk has it.
+ * Request the next message after `messages`. Calls `onPart` with those of `{text, reasoning, tokens, finish, usage}`
+ * that a chunk contains.
  */
 export function chat({ model, messages, settings }, onPart, signal) {
   const body = { model, messages, ...sampling(settings), logprobs: true, top_logprobs: NUM_TOP, ...STREAMED };
@@ -25,7 +25,7 @@ export function chat({ model, messages, settings }, onPart, signal) {
   );
 }
 
-/** Ask for the continuation of `prompt`; with `scored`, the prompt comes back before it, with its own probabilities. */
+/** Request the completion of `prompt`; with `scored`, the response starts with the prompt and its logprobs. */
 export async function complete({ model, prompt, scored, settings }, onPart, signal) {
   const part = (choice) => ({ text: choice.text, tokens: completionTokens(choice.logprobs) });
   const body = { model, prompt, ...sampling(settings), logprobs: NUM_TOP };
@@ -59,7 +59,7 @@ async function follow(path, body, partOf, onPart, signal) {
   if (!isDone) throw new ApiError(0, "connection_lost", "the connection ended before the answer did");
 }
 
-/** Parameters as the API has them; a field that was left empty is left out. */
+/** Convert settings to API parameters, without empty fields. */
 export function sampling(settings) {
   const body = {};
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
@@ -71,7 +71,7 @@ export function sampling(settings) {
   return body;
 }
 
-/** `\n`, `\t` and `\\` as one types them. */
+/** Unescape typed `\n`, `\t` and `\\`. */
 function unescaped(text) {
   return text.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t", "\\": "\\" })[letter]);
 }

@@ -1,8 +1,8 @@
-// Commands for empty pages, with this server's address in them.
+// Commands for empty pages, with this server's URL.
 
 const server = () => location.origin;
 
-/** A program that trains: the least there is to see a run appear here. */
+/** A minimal training program that makes a run appear here. */
 export const trainingProgram = (model = "lorimer/tiny") => `import lorimer
 
 training = lorimer.ServiceClient(base_url="${server()}").create_lora_training_client("${model}", rank=8)

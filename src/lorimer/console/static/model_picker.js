@@ -1,4 +1,4 @@
-// A field that names a base model or a checkpoint: chosen from a list that narrows as one types, or pasted as a path.
+// A combobox for a base model or a checkpoint: choose from a list that filters while typing, or paste a path.
 
 import { get } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -7,7 +7,7 @@ const MAX_SHOWN = 50;
 const MAX_CHECKPOINTS = 2000;
 let numPickers = 0;
 
-/** What can be sampled: `{id, name, group}`; base models first, then checkpoints for sampling, then others. */
+/** Return what can be sampled, `{id, name, group}`: base models, then sampler checkpoints, then others. */
 export async function loadModels(signal) {
   const [models, saved] = await Promise.all([
     get("/v1/models", null, signal),
@@ -27,7 +27,7 @@ function choice(id) {
   return { id, name: found[3], group: `${rank === 1 ? "sampler" : "training"} checkpoint of ${found[1]}`, rank };
 }
 
-/** The field, with `value` to read; `onchange` is called with each new one. */
+/** The field; read `value`. Calls `onchange` with each new value. */
 export class ModelPicker {
   constructor({ label, value, choices, onchange }) {
     const id = `picker-${++numPickers}`;
@@ -79,7 +79,7 @@ export class ModelPicker {
             role: "option",
             "aria-selected": "false",
             title: one.id,
-            // The field keeps the focus: losing it would close the list before the click arrives.
+            // Keep the focus in the field: losing it would close the list before the click arrives.
             onpointerdown: (event) => event.preventDefault(),
             onclick: () => this.#pick(i),
           },
@@ -91,7 +91,7 @@ export class ModelPicker {
         h(
           "li",
           { class: "muted", role: "presentation" },
-          "Nothing of that name; the path of a published checkpoint is taken as it is.",
+          "No match; the path of a published checkpoint is used as it is.",
         ),
       rest > 0 && h("li", { class: "muted", role: "presentation" }, `and ${rest} more: type to narrow`),
     );

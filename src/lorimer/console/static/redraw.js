@@ -1,4 +1,4 @@
-// Lists that are drawn again while somebody works in them with the keyboard.
+// Redraws lists without losing the keyboard focus.
 
 import { replace } from "./dom.js";
 
@@ -7,7 +7,7 @@ const FOCUSABLE = "a[href], button, input, select, textarea, [tabindex]";
 const ROW = "[data-row], [data-checkpoint]";
 const keyOf = (row) => row.dataset.row || row.dataset.checkpoint;
 
-/** Replace a node's children; the focus returns to the same place of the row with the same `data-row` or checkpoint. */
+/** Replace a node's children and restore the focus in the row with the same `data-row` or checkpoint. */
 export function redraw(node, ...children) {
   const focused = document.activeElement;
   const row = node.contains(focused) ? focused.closest(ROW) : null;
@@ -19,7 +19,7 @@ export function redraw(node, ...children) {
   again?.querySelectorAll(FOCUSABLE)[index]?.focus({ preventScroll: true });
 }
 
-/** Draws what changed only: calls `draw(value)` unless the value reads as the last one did. */
+/** Redraw only on change: call `draw(value)` unless the value serialises like the last one. */
 export function whenChanged(draw) {
   let last;
   return (value) => {

@@ -1,6 +1,6 @@
-// The metrics of one run as the page knows them: fetched once, then only what is new or was rewritten. A long run is
-// fetched and kept thinned, and less so where somebody looks closely. Also what is made of them for a chart: x by step or
-// time, and smoothing; and all of it as CSV. Drawing is left to charts.js.
+// Caches the metrics of one run: fetches all points once, then only new or overwritten ones. A long run is fetched and
+// cached downsampled, with more detail in the zoomed range. Also prepares data for a chart (x by step or time,
+// smoothing) and exports CSV. charts.js draws.
 
 import { get, part } from "./api.js";
 import { Points } from "./thinning.js";
@@ -17,26 +17,26 @@ export class RunMetrics {
     this.runId = runId;
     /** By source and name: `{name, source, points: Points}`. */
     this.series = new Map();
-    /** Where somebody looks closely, or null: `{first, last, series}` with series like the above. */
+    /** The zoomed range, or null: `{first, last, series}` with series like the above. */
     this.detail = null;
     this.wanted = null;
     this.firstTime = null;
-    /** The greatest step of any series. */
+    /** The maximum step of any series. */
     this.lastStep = null;
     this.cursor = null;
-    /** Whether there is more than was fetched: a very long run comes in parts. */
+    /** Whether there are further pages to fetch. */
     this.hasMore = false;
     this.polling = null;
   }
 
-  /** Fetch what is new, of much of it the next part; the keys of series that changed. */
+  /** Fetch the next page of new points. Return the keys of series that changed. */
   poll(signal) {
     this.polling ??= this.fetchNext(signal).finally(() => (this.polling = null));
     return this.polling;
   }
 
   async fetchNext(signal) {
-    const limit = this.cursor ? null : NUM_FIRST; // something is shown soon
+    const limit = this.cursor ? null : NUM_FIRST; // a small first page is shown quickly
     const answer = await get(pathOf(this.runId), { after: this.cursor, max_points: MAX_POINTS, limit }, signal);
     const changed = new Set(answer.series.map((one) => put(this.series, one, MAX_POINTS)));
     for (const { points } of answer.series) {
@@ -56,12 +56,12 @@ export class RunMetrics {
     return changed;
   }
 
-  /** Of how many steps the points of the coarsest series are a choice; 1 if all are here. */
+  /** Return the steps per bucket of the coarsest series; 1 if all are complete. */
   get stepsPerBucket() {
     return coarsest(this.series);
   }
 
-  /** Fetch the points of these steps, unless they are here; the keys of series that changed. */
+  /** Fetch the points of these steps unless they are cached. Return the keys of series that changed. */
   async look(first, last, signal) {
     const { detail } = this;
     const isKnown = detail && detail.first <= first && last <= detail.last && coarsest(detail.series) === 1;
@@ -71,7 +71,7 @@ export class RunMetrics {
     const query = { first_step: first, last_step: last, max_points: MAX_POINTS_CLOSE };
     for (let after = null, hasMore = true; hasMore;) {
       const answer = await get(pathOf(this.runId), { ...query, after }, signal);
-      if (this.wanted !== wanted) return new Set(); // somebody looks elsewhere by now
+      if (this.wanted !== wanted) return new Set(); // another range was chosen in the meantime
       for (const one of answer.series) put(wanted.series, one, MAX_POINTS_CLOSE);
       after = answer.cursor;
       hasMore = answer.has_more;
@@ -80,7 +80,7 @@ export class RunMetrics {
     return new Set(this.series.keys());
   }
 
-  /** The first and the last step that may be drawn between two places of an axis, or null. */
+  /** Return the first and last step between two positions of an axis, or null. */
   stepsBetween(axis, low, high) {
     if (axis === "step") return [Math.max(0, Math.floor(low)), Math.max(0, Math.ceil(high))];
     let [first, last] = [Infinity, -Infinity];
@@ -103,8 +103,8 @@ export class RunMetrics {
   }
 
   /**
-   * Columns x and y of a series, by rising x; `axis` is step, elapsed (since the run's first point) or clock. With
-   * `isSample` they are to be averaged over, and not to show extremes.
+   * Return columns x and y of a series, sorted by x; `axis` is step, elapsed (since the run's first point) or clock.
+   * With `isSample` return unbiased points for averaging, without the extremes of buckets.
    */
   columns(key, axis, isSample = false) {
     const { detail } = this;
@@ -115,13 +115,13 @@ export class RunMetrics {
     const isOutside = ([step]) => !detail || step < detail.first || step > detail.last;
     const points = [...of(this.series).filter(isOutside), ...(detail ? of(detail.series) : [])];
     const rows = points.map((point) => [this.x(point, axis), point[1][1]]).sort((a, b) => a[0] - b[0]);
-    // Two steps may have been recorded in the same instant, and a chart wants rising x.
+    // Two steps may have the same timestamp, and a chart needs strictly increasing x.
     const unique = rows.filter((row, i) => i === rows.length - 1 || row[0] !== rows[i + 1][0]);
     return [unique.map((row) => row[0]), unique.map((row) => row[1])];
   }
 }
 
-/** Put a series of an answer into those that are known, of which about `most` points are kept; its key. */
+/** Merge a series of a response into the cached ones, keeping about `maxPoints` points. Return its key. */
 function put(known, { name, source, points, steps_per_bucket: stepsPerBucket }, maxPoints) {
   const key = `${source} ${name}`;
   if (!known.has(key)) known.set(key, { name, source, points: new Points() });
@@ -131,7 +131,7 @@ function put(known, { name, source, points, steps_per_bucket: stepsPerBucket }, 
 
 const coarsest = (series) => Math.max(1, ...[...series.values()].map(({ points }) => points.stepsPerBucket));
 
-/** An exponential moving average whose beginning is not drawn towards zero; `weight` 0 changes nothing, gaps stay. */
+/** Return a bias-corrected exponential moving average; `weight` 0 changes nothing, gaps stay. */
 export function smooth(values, weight) {
   let sum = 0;
   let total = 0;
@@ -143,7 +143,7 @@ export function smooth(values, weight) {
   });
 }
 
-/** Where a metric stands among the others: what people look at first comes first. */
+/** Return the sort key of a metric: the most important metrics come first. */
 export function rankOf(name) {
   const order = [
     /(^|[/_])(loss|nll)/i,
@@ -157,7 +157,7 @@ export function rankOf(name) {
   return place < 0 ? order.length : place;
 }
 
-/** Every point of the given runs as CSV (run, source, metric, step, time, value), in parts for a Blob. */
+/** Export every point of the runs as CSV (run, source, metric, step, time, value), in parts for a Blob. */
 export async function csv(runIds, signal) {
   const parts = ["run,source,metric,step,time,value\n"];
   for (const runId of runIds)
@@ -165,7 +165,7 @@ export async function csv(runIds, signal) {
   return parts;
 }
 
-/** All stored metrics of a run: a series has its points in the order they were read, one corrects those before. */
+/** Fetch all stored metrics of a run: points in the order read, later ones overwrite earlier ones. */
 async function everything(runId, signal) {
   const found = new Map();
   for (let after = null, hasMore = true; hasMore;) {
@@ -187,7 +187,7 @@ async function everything(runId, signal) {
 }
 
 function linesOf(runId, { name, source, steps, times, values }) {
-  // A spreadsheet takes a text that begins like this for a formula, and runs it.
+  // A spreadsheet would run text that starts like this as a formula.
   const plain = (text) => (/^[=+\-@\t\r]/.test(text) ? `'${text}` : text);
   const quote = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const begin = [quote(plain(runId)), source, quote(plain(name))].join(",");

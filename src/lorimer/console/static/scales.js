@@ -74,7 +74,7 @@ export function durationTicks(low, high, count) {
   return multiples(low, high, min <= 5 ? roundUp(min) : LONG_STEPS.find((step) => step >= min));
 }
 
-/** 1, 2 or 5 times a power of ten, at least `least`. */
+/** Return 1, 2 or 5 times a power of ten, at least `min`. */
 function roundUp(min) {
   const power = Math.floor(Math.log10(min));
   return [1, 2, 5, 10].map((factor) => Number(`${factor}e${power}`)).find((step) => step >= min * (1 - 1e-9));

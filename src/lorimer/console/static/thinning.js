@@ -1,16 +1,16 @@
-// Long series as a page keeps them: points by step, thinned like the server does it. Buckets are of 2^n steps and begin
-// at multiples of that; of each stay the first, last, least, greatest and first not finite point.
+// Downsamples long series as the server does. Buckets have 2^n steps and start at multiples of that; each keeps its
+// first, last, minimum, maximum and first non-finite point.
 
 const POINTS_PER_BUCKET = 5;
 
-/** Points of one series, `step → [time, value]`; `stepsPerBucket` is 1 while none is left out. */
+/** Points of one series, `step → [time, value]`; `stepsPerBucket` is 1 while the series is complete. */
 export class Points {
   constructor() {
     this.at = new Map();
     this.stepsPerBucket = 1;
   }
 
-  /** Points of an answer, in place of those they correct. Beyond twice `most` all are thinned to `most`. */
+  /** Add points of a response, overwriting existing ones. Above twice `maxPoints`, downsample to `maxPoints`. */
   add(points, stepsPerBucket, maxPoints) {
     if (stepsPerBucket > 1) this.forget(points, stepsPerBucket);
     for (const [step, time, value] of points) this.at.set(step, [time, value]);
@@ -18,7 +18,7 @@ export class Points {
     if (this.at.size > 2 * maxPoints) this.thin(maxPoints);
   }
 
-  /** What lies between the first and the last point of a bucket was written again, and stands for nothing any more. */
+  /** Delete stale points: those between the first and the last point of a bucket that was overwritten. */
   forget(points, stepsPerBucket) {
     const spans = new Map();
     for (const [step] of points) {
@@ -31,7 +31,7 @@ export class Points {
     }
   }
 
-  /** Points by rising step that were not chosen for their values, to average over: of a bucket the first and the last. */
+  /** Return the first and last point of each bucket by step: an unbiased sample for averaging. */
   sample() {
     const points = [...this.at].sort((a, b) => a[0] - b[0]);
     if (this.stepsPerBucket === 1) return points;
@@ -53,7 +53,7 @@ export class Points {
     this.stepsPerBucket = Math.max(this.stepsPerBucket, width);
   }
 
-  /** The steps of a bucket that stay, in order. */
+  /** Return the steps of a bucket to keep, in order. */
   kept(steps) {
     const value = (step) => this.at.get(step)[1];
     const finite = steps.filter((step) => value(step) !== null);

@@ -1,5 +1,5 @@
-// The operations of a run over time, drawn: for each kind a row, in it for each operation how long it waited (pale) and
-// how long it was computed (full); what failed is marked. Below it the same as a table.
+// Draws the operations of a run over time: one row per kind, with the queueing time (pale) and the compute time (solid)
+// of each operation; failures are marked. Also shows them as a table.
 
 import { ago, badge, empty, h, moment, short, span, svg, table } from "./dom.js";
 
@@ -27,7 +27,7 @@ const COLOURS = {
 const colourOf = (kind) => `var(--c${COLOURS[kind] ?? 3})`;
 const seconds = (time) => (moment(time)?.getTime() ?? NaN) / 1000;
 
-/** The drawing and its legend; operations newest first, as the API lists them. */
+/** Build the drawing and its legend; operations are newest first, as from the API. */
 export function timeline(operations, now = Date.now() / 1000) {
   if (!operations.length)
     return empty("No operations yet.", "Each forward_backward, optim_step, save and load of the run appears here.");
@@ -70,7 +70,7 @@ export function timeline(operations, now = Date.now() / 1000) {
       "div",
       { class: "timeline-scale muted" },
       h("span", null, `${span(end - begin)} ending `, ago(end)),
-      h("span", null, "pale: waiting, full: computed, red edge: failed"),
+      h("span", null, "pale: queued, solid: computed, red edge: failed"),
     ),
   );
 }
@@ -113,7 +113,7 @@ function tip(operation, waited, computed) {
     .join("\n");
 }
 
-/** The newest of them as rows. */
+/** Build the table of the latest operations. */
 export function operationTable(operations) {
   const listed = table(
     [

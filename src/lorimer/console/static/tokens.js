@@ -1,5 +1,5 @@
-// Sampled tokens as text, each shaded by how likely it was. What else was likely in its place is shown beside it, under
-// the pointer and under the keyboard's focus alike. What a token says is the model's word: it is only ever text.
+// Shows sampled tokens as text, shaded by probability. A tooltip lists the most likely alternatives of the token under
+// the pointer or the keyboard focus. Token text is untrusted model output and is rendered as text only.
 
 import { h, replace } from "./dom.js";
 
@@ -7,13 +7,13 @@ const LEVELS = [0.9, 0.7, 0.4, 0.15, 0.03];
 const MIN_LOGPROB = -9999;
 const scores = new WeakMap();
 
-/** Tokens of a chat answer, from `logprobs.content` of a chunk: `{bytes, logprob, top: [{bytes, logprob}]}`. */
+/** Parse tokens of a chat answer from `logprobs.content` of a chunk: `{bytes, logprob, top: [{bytes, logprob}]}`. */
 export function chatTokens(logprobs) {
   const token = ({ bytes, logprob }) => ({ bytes: Uint8Array.from(bytes), logprob });
   return (logprobs?.content || []).map((one) => ({ ...token(one), top: one.top_logprobs.map(token) }));
 }
 
-/** The same of a completion, whose tokens are named by their text, or by their bytes where they are no text. */
+/** Parse tokens of a completion, given by their text, or by their bytes if they are not valid text. */
 export function completionTokens(logprobs) {
   return (logprobs?.tokens || []).map((name, i) => ({
     bytes: bytesOf(name),
@@ -31,8 +31,8 @@ function bytesOf(name) {
 }
 
 /**
- * A growing row of tokens. Characters that several tokens make up are one piece of text with the scores of them all.
- * One token is in the tab order; the arrow keys go on from there.
+ * A growing row of tokens. Tokens that form one character together are one piece with all their scores. One token is in
+ * the tab order; the arrow keys move from there.
  */
 export class TokenView {
   constructor(label) {
@@ -62,7 +62,7 @@ export class TokenView {
     }
   }
 
-  /** A character that was begun and will not be completed is shown as such. */
+  /** Flush an incomplete character. */
   finish() {
     const text = this.#decoder.decode();
     if (this.#begun.length) this.#show(text);
@@ -99,13 +99,13 @@ export class TokenView {
   }
 }
 
-/** How unlikely, from 0 (hardly a choice) to 5. */
+/** Return the shade of a logprob, from 0 (most likely) to 5. */
 function level(logprob) {
   const found = LEVELS.findIndex((bound) => Math.exp(logprob) >= bound);
   return found < 0 ? LEVELS.length : found;
 }
 
-/** What the shades mean. */
+/** Build the legend of the shades. */
 export function legend() {
   const bounds = LEVELS.map((bound) => Number((bound * 100).toPrecision(2)));
   const words = [...bounds.map((bound) => `${bound} %+`), `below ${bounds.at(-1)} %`];
@@ -113,7 +113,7 @@ export function legend() {
   return h("p", { class: "legend" }, "Probability of a token", shades);
 }
 
-// ── the note beside a token ─────────────────────────────────────────────────────────────────────────
+// ── the tooltip of a token ──────────────────────────────────────────────────────────────────────────
 
 let tip = null;
 let shown = null; // the token it belongs to
@@ -139,7 +139,7 @@ function hideTip(target) {
   if (focused !== target) showTip(focused);
 }
 
-/** Below the token, or above where there is no room, within the window. A token that is gone takes it along. */
+/** Place the tooltip below the token, or above if there is no room, within the window; hide it if the token is gone. */
 function place() {
   if (!shown) return;
   const [box] = shown.getClientRects();
@@ -180,7 +180,7 @@ function chance(logprob) {
   return share >= 0.01 || share === 0 ? `${share.toFixed(share < 1 ? 2 : 1)} %` : "< 0.01 %";
 }
 
-/** Bytes so that spaces and half characters can be seen. */
+/** Format bytes so that spaces and partial characters are visible. */
 export function visible(bytes) {
   if (!bytes.length) return "(nothing)";
   try {

@@ -1,4 +1,4 @@
-// All checkpoints of the caller, and the page of a single one with what can be done with it.
+// Lists the user's checkpoints, and shows one checkpoint with its actions.
 
 import { get, part } from "../api.js";
 import { checkpointActions, checkpointTable, partsOf } from "../checkpoint_actions.js";
@@ -99,7 +99,7 @@ function filters(filter, choose) {
   );
 }
 
-/** Every word occurs in the path or the metadata. */
+/** Return whether every word occurs in the path or the metadata. */
 function matches(checkpoint, { text, kind }) {
   if (kind && (kind === "public" ? !checkpoint.public : checkpoint.checkpoint_type !== kind)) return false;
   const metadata = Object.entries(checkpoint.user_metadata || {}).map(([name, value]) => `${name}: ${value}`);
@@ -111,7 +111,7 @@ function matches(checkpoint, { text, kind }) {
 }
 
 function nothing(total) {
-  if (total) return empty("Nothing matches.", "Search for fewer words, or for another kind.");
+  if (total) return empty("Nothing matches.", "Search for fewer words or for another kind.");
   return empty("There are no checkpoints yet.", "A training client saves them:", saveProgram());
 }
 
@@ -170,7 +170,7 @@ function details(checkpoint, run, isOwn, changed) {
   ];
 }
 
-/** Commands and programs that take the checkpoint, from wherever they run. */
+/** Return commands and programs that use the checkpoint from any machine. */
 function uses({ tinker_path: path, checkpoint_type: kind }) {
   const command = (words) => `lorimer ${words} --base-url ${location.origin}`;
   const download = ["Download the adapter", command(`checkpoint download ${path}`)];
@@ -179,7 +179,7 @@ function uses({ tinker_path: path, checkpoint_type: kind }) {
   const [what, client] =
     kind === "sampler"
       ? ["Sample from it", `service.create_sampling_client(model_path="${path}")`]
-      : ["Go on training", `service.create_training_client_from_state_with_optimizer("${path}")`];
+      : ["Resume training", `service.create_training_client_from_state_with_optimizer("${path}")`];
   return [
     [what, `import lorimer\n\n${service}\nclient = ${client}`],
     ["Talk to it", command(`chat ${path}`)],

@@ -1,4 +1,4 @@
-// The caller's API keys: listed, made, and revoked. A secret is shown once, right after its key was made.
+// Lists, creates and revokes the user's API keys. A secret is shown once, right after its key was created.
 
 import { del, get, part, post } from "../api.js";
 import {
@@ -23,7 +23,7 @@ export const title = "Keys";
 export async function render(root, { signal, live, account }) {
   if (account && !account.needs_key) {
     const hint =
-      "Whoever reaches it may use it. On the machine it runs on, its operator makes the first key; from then on everybody must show one:";
+      "Anyone who can reach it may use it. The operator creates the first key on the server's machine; after that every request needs one:";
     root.append(pageHead("Keys"), panel(null, empty("This server asks for no key.", hint, "lorimer key create NAME")));
     return;
   }

@@ -1,4 +1,4 @@
-// What the server is doing now: models and their engines, how fast they are, what waits for whom, and what went wrong.
+// Shows the current state of the server: models and engines, throughput, queued requests and errors.
 
 import { get } from "../api.js";
 import { sparkline } from "../charts.js";
@@ -12,7 +12,7 @@ const SECONDS = 2;
 const MAX_SAMPLES = 90;
 const STATES = { ready: "ok", starting: "busy", failed: "bad" };
 
-/** Tokens per second by model and kind, as heard since the page was opened. */
+/** Tokens per second by model and kind, polled since the page was opened. */
 const history = new Map();
 
 export async function render(root, { live, signal }) {
@@ -85,7 +85,7 @@ function modelPanel(model) {
   );
 }
 
-/** What kind of model it is; known once its engine has run. */
+/** Describe the model; known once its engine has run. */
 function nature({ architecture, num_parameters: parameters, dtype, device, max_context: context }) {
   if (!architecture) return "starts with the first request";
   return `${architecture}, ${short(parameters)} parameters, ${dtype} on ${device}, context ${short(context)}`;
@@ -118,7 +118,7 @@ function figure(value, label, note) {
 
 function queueTable(queue) {
   if (!queue.length)
-    return empty("Nothing waits.", "Requests of all runs and samples appear here while they wait or are computed.");
+    return empty("Nothing waits.", "Requests of all runs and samples appear here while they are queued or running.");
   return table(
     [
       { label: "User", value: (row) => row.user },
@@ -137,7 +137,7 @@ function queueTable(queue) {
 }
 
 function errorTable(errors) {
-  if (!errors.length) return empty("No errors.", "Operations of yours that fail are listed here, newest first.");
+  if (!errors.length) return empty("No errors.", "Your failed operations are listed here, newest first.");
   return table(
     [
       { label: "When", class: "tight", value: (row) => ago(row.at) },
@@ -165,7 +165,7 @@ function firstSteps(model) {
     "First steps",
     empty(
       "No run yet.",
-      "This trains the model a little; the run appears here as soon as it has begun.",
+      "This trains the model for a few steps; the run appears here as soon as it starts.",
       trainingProgram(model),
     ),
     empty(

@@ -1,5 +1,5 @@
-// Chat with a base model or a checkpoint, or have text continued; with two of them side by side. The conversation is
-// kept in memory while the console is open, for the key that is signed in, and nowhere else.
+// Chats with a base model or a checkpoint, or completes text; with two models side by side. The conversation is kept
+// only in memory, while the console is open and the same key is signed in.
 
 import { key } from "../api.js";
 import { Pane } from "../answers.js";
@@ -31,7 +31,7 @@ export async function render(root, { query, signal, live, setQuery }) {
   new Playground(root, () => choices, signal, setQuery);
 }
 
-/** What a link asks for; without it, what was there before. */
+/** Read the selection from the URL, or restore the previous one. */
 function readAddress(query, choices) {
   const [first, second] = memory.panes;
   if (query.get("mode")) memory.mode = query.get("mode") === "complete" ? "complete" : "chat";
@@ -96,7 +96,7 @@ class Playground {
     return memory.isCompared ? this.#panes : this.#panes.slice(0, 1);
   }
 
-  /** The choices above the panes. */
+  /** Build the controls above the panes. */
   #choices() {
     const mode = (value, label) => button(label, () => this.#set({ mode: value }), { dataset: { mode: value } });
     this.#modes = [mode("chat", "Chat"), mode("complete", "Complete")];
@@ -129,7 +129,7 @@ class Playground {
     );
   }
 
-  /** Change what is chosen; elements stay, so that the focus does. */
+  /** Update the selection without replacing elements, so that the focus stays. */
   #set(values) {
     Object.assign(memory, values);
     const { mode, isCompared, isShaded, draft } = memory;
@@ -147,15 +147,15 @@ class Playground {
     this.#prompt.value = draft[mode];
     this.#prompt.rows = isChat ? 2 : 5;
     this.#prompt.placeholder = isChat
-      ? "Say something; Enter sends, Shift+Enter begins a line"
-      : "Text to continue; Ctrl+Enter sends";
+      ? "Type a message; Enter sends, Shift+Enter starts a new line"
+      : "Text to complete; Ctrl+Enter sends";
     this.#prompt.setAttribute("aria-label", isChat ? "Message" : "Prompt");
     this.#send.textContent = isChat ? "Send" : "Complete";
     this.#enable();
     this.#keepAddress();
   }
 
-  /** What can be pressed now. */
+  /** Enable or disable the buttons. */
   #enable() {
     const isRunning = this.#stopper !== null;
     const hasTurns = this.#shown.some((pane) => pane.kept[memory.mode].length);
@@ -182,11 +182,11 @@ class Playground {
     }
   }
 
-  /** One prompt to each model that is shown; each ends or fails by itself. */
+  /** Send the prompt to each model shown; each ends or fails independently. */
   async #ask(prompt) {
     this.#prompt.focus();
     if (!prompt.trim()) {
-      toast("There is nothing to send yet: write something first.");
+      toast("There is nothing to send: type a prompt first.");
       return;
     }
     const { mode, system, settings, isScored } = memory;
@@ -222,7 +222,7 @@ class Playground {
     this.#system = textArea(
       "System message",
       memory.system,
-      "optional; how the model is to behave",
+      "optional; instructions for the model",
       (text) => (memory.system = text),
       2,
     );

@@ -1,4 +1,4 @@
-// One run: its curves, alone or beside others, what it is, its checkpoints, and what was done to it when.
+// Shows one run: its charts, alone or compared with others, configuration, checkpoints and operations.
 
 import { get, part } from "../api.js";
 import { checkpointTable } from "../checkpoint_actions.js";
@@ -45,13 +45,13 @@ function compose(root, view) {
   );
 }
 
-/** The session's name where it has one, and the id. */
+/** Return the session's name, if any, and its id. */
 function heading({ runId, session }) {
   const name = session?.display_name;
   return name ? [name, h("small", { class: "mono" }, runId)] : h("span", { class: "mono" }, runId);
 }
 
-/** The session of a run, or null: others' sessions cannot be read, and of their runs only what they published. */
+/** Fetch the session of a run, or null: other users' sessions are private, even if their checkpoints are published. */
 async function sessionOfRun(runId, signal) {
   try {
     return await get(`/api/v1/sessions/${part(sessionOf(runId))}`, null, signal);

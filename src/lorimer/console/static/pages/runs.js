@@ -1,4 +1,4 @@
-// All runs of the caller, newest first, with search and a live state; ticked ones are compared in one chart.
+// Lists the user's runs, newest first, with search and live state; ticked runs are compared in one chart.
 
 import { get, part, post } from "../api.js";
 import {
@@ -64,7 +64,7 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
   }, SECONDS);
 }
 
-/** The address that shows several runs in one chart. */
+/** Return the URL that shows several runs in one chart. */
 function comparison([first, ...others]) {
   return `/console/runs/${part(first)}${others.length ? `?compare=${others.map(part).join(",")}` : ""}`;
 }
@@ -82,7 +82,7 @@ async function load(state, signal) {
   if (state.runs.some((run) => !state.names.has(sessionOf(run.training_run_id)))) await loadNames(state, signal);
 }
 
-/** The names of sessions; a run has none of its own. */
+/** Fetch the names of sessions; runs have no names. */
 async function loadNames(state, signal) {
   const { sessions } = await post("/api/v1/sessions/search", { limit: 200 }, signal);
   for (const session of sessions) state.names.set(session.session_id, session.display_name || "");
@@ -94,7 +94,7 @@ async function loadNames(state, signal) {
 
 export const sessionOf = (runId) => runId.split(":")[0];
 
-/** How a run stands, as a badge: what is queued for it says more than when it was last heard of. */
+/** Build the state badge of a run; queued operations take precedence over the last activity. */
 export function stateOf(run, numQueued) {
   if (run.corrupted) return badge("bad", "damaged");
   if (numQueued) return badge("busy", `${short(numQueued)} queued`);
@@ -103,7 +103,7 @@ export function stateOf(run, numQueued) {
 
 const isActive = (run) => Date.now() - moment(run.last_request_time) < ACTIVE_SECONDS * 1000;
 
-/** Which runs are active changes with time alone. */
+/** Refresh badges: a run becomes idle with time alone. */
 const activity = (state) => state.runs.map((run) => isActive(run));
 
 function matches(run, state) {
@@ -136,7 +136,7 @@ function drawList(state, list, compare, more) {
 
 function nothing(state) {
   if (state.total)
-    return empty("No run matches.", "The search looks at ids, base models, names of sessions and metadata.");
+    return empty("No run matches.", "The search matches ids, base models, session names and metadata.");
   return [
     empty("No run yet.", "This trains the bundled model a little:", trainingProgram()),
     empty("Have a script for the tinker SDK?", "It runs unchanged with two variables set:", officialEnvironment()),
@@ -174,7 +174,7 @@ function runTable(runs, state, compare) {
   );
 }
 
-/** By the name of its session where that has one. */
+/** Build the link of a run, labelled with the name of its session if it has one. */
 function nameOf({ training_run_id: id }, state) {
   const name = state.names.get(sessionOf(id));
   return h(

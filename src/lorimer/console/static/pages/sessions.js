@@ -1,5 +1,5 @@
-// Sessions: one for each client program, with the runs it made, when it was last heard of and how it ended; and a trace
-// of what its requests waited for.
+// Lists sessions, one per client program, with their runs, last heartbeat and end state; and downloads a trace of their
+// requests.
 
 import { downloadSigned, get, part, post } from "../api.js";
 import {
@@ -27,7 +27,7 @@ import { redraw, whenChanged } from "../redraw.js";
 export const title = "Sessions";
 
 const PER_PAGE = 50;
-const SILENT_SECONDS = 60; // a client beats every ten
+const SILENT_SECONDS = 60; // clients send a heartbeat every ten
 const MAX_MEMBERS = 50;
 const STATUSES = [
   ["", "every status"],
@@ -59,7 +59,7 @@ async function renderAll(root, { query, signal, live, setQuery }) {
   const load = async () => {
     const mine = ++number;
     const found = await loadPages(filter, numPages, signal);
-    if (mine === number) draw(found); // an answer to an older question comes too late
+    if (mine === number) draw(found); // ignore the response to an older query
   };
   const reload = () => load().catch((error) => signal.aborted || toast(error.message, "bad"));
   const choose = (values) => {
@@ -99,7 +99,7 @@ async function loadPages({ text, status }, numPages, signal) {
   return { sessions, hasMore: cursor !== null };
 }
 
-/** One that is not finished is silent when it was not heard of for a while. */
+/** Return the state of a session; an unfinished one without a recent heartbeat is silent. */
 function withSilence(session) {
   return {
     ...session,
@@ -161,7 +161,7 @@ function statusBadge({ status, isSilent }) {
 
 function nothing({ text, status }) {
   if (text || status) return empty("Nothing matches.", "Names are searched by words, ids as a whole.");
-  return empty("There are no sessions yet.", "Every client program is one. This makes the first:", trainingProgram());
+  return empty("There are no sessions yet.", "Every client program creates one. Create the first with:", trainingProgram());
 }
 
 // ── trace ───────────────────────────────────────────────────────────────────────────────────────────

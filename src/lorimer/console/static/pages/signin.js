@@ -1,4 +1,4 @@
-// Signing in with an API key, and out again. The key is tried before it is kept, and kept in this browser only.
+// Signs in with an API key, and out again. The key is validated before it is stored, in this browser only.
 
 import { key, setKey, tryKey } from "../api.js";
 import { button, commandBlock, h, pageHead, panel } from "../dom.js";
@@ -65,7 +65,7 @@ function form(next) {
       h("div", { class: "row" }, submit),
     ),
   );
-  setTimeout(() => input.focus()); // after the heading, which is focused when a page was entered
+  setTimeout(() => input.focus()); // after the heading, which gets the focus when a page opens
   return node;
 }
 
@@ -77,7 +77,7 @@ function signedIn(account) {
   );
 }
 
-/** A fresh page: nothing that was loaded with the key stays in memory. */
+/** Reload the page, so that nothing loaded with the key stays in memory. */
 function signOut() {
   setKey("");
   location.assign("/console/signin");
@@ -91,7 +91,7 @@ function notes() {
       null,
       "The key is kept in this browser (localStorage) until you sign out, and sent to this server only. Nothing else is kept but the theme, if you chose one: conversations of the playground end with the page.",
     ),
-    h("p", null, "Whoever runs the server makes keys, on the machine it runs on:"),
+    h("p", null, "The operator creates keys on the server's machine:"),
     commandBlock("lorimer key create NAME"),
   );
 }

@@ -1,5 +1,5 @@
-// Tokens by hour or day and by model, kind and session, as bars and as tables; and what the checkpoints take up now.
-// Hours are those of UTC, as the server counts them.
+// Shows tokens by hour or day and by model, kind and session, as bars and as tables; and the current checkpoint
+// storage. Hours are UTC, as on the server.
 
 import { get, part } from "../api.js";
 import { stackedBars } from "../bars.js";
@@ -10,7 +10,7 @@ export const title = "Usage";
 
 const HOUR = 3_600_000;
 const DAY = 24 * HOUR;
-const MAX_DAYS = 14; // of one request
+const MAX_DAYS = 14; // per request
 const RANGES = [
   ["1", "24 hours, by hour"],
   ["7", "7 days"],
@@ -66,7 +66,7 @@ export async function render(root, { query, signal, live, setQuery }) {
 
 // ── what was used ───────────────────────────────────────────────────────────────────────────────────
 
-/** The events of the last days, in hours or days, and the storage of now. */
+/** Fetch the usage events of the last days, by hour or day, and the current storage. */
 async function loadUsage(days, signal) {
   const size = days === 1 ? HOUR : DAY;
   const end = (Math.floor(Date.now() / size) + 1) * size;
@@ -109,7 +109,7 @@ function amountOf(info) {
   return kind ? { kind, amount: info.token_count } : { kind: "other", amount: 0 };
 }
 
-/** Sums by kind for each value of a key, as a map from the key. */
+/** Sum amounts by kind for each value of a key. Return a map from the key. */
 function sums(events, key) {
   const found = new Map();
   for (const event of events) {
@@ -194,7 +194,7 @@ const bySize = (found) =>
     .sort((a, b) => KINDS.reduce((sum, [kind]) => sum + (b[kind] || 0) - (a[kind] || 0), 0))
     .slice(0, 100);
 
-/** The series of the chart: one for each kind that occurs, or for each model. */
+/** Return the series of the chart: one per kind or per model. */
 function seriesOf(events, slots, by) {
   const tokens = events.filter((event) => KINDS.some(([kind]) => kind === event.kind));
   const names =
