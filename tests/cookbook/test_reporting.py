@@ -89,7 +89,7 @@ def test_a_server_that_is_away_neither_stops_nor_fails_a_loop(client, log_dir, w
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     client.reports = Reports(Connection(address), client.model_id)
-    monkeypatch.setattr(reporting, "MOST_POINTS", 10)
+    monkeypatch.setattr(reporting, "MAX_POINTS", 10)
     monkeypatch.setattr(reporting, "CLOSE_SECONDS", 0.3)
     log = open_log(log_dir, config={}, sinks=["server"])
     log.follow(client)

@@ -1,4 +1,4 @@
-"""What ``lorimer doctor`` finds, and the running of its checks: all at once, each with a time limit."""
+"""What ``lorimer doctor`` finds, and the running of its checks: all concurrently, each with a time limit."""
 
 import queue
 import threading

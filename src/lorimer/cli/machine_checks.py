@@ -12,7 +12,7 @@ from typing import Any
 from lorimer.cli.findings import Finding, failed, ok, warning
 
 PROBE_SECONDS = 90.0
-LEAST_MEMORY = 2 << 30
+MIN_MEMORY = 2 << 30
 KEY_PACKAGES = ("transformers", "safetensors", "tokenizers", "huggingface-hub", "starlette", "sqlalchemy", "tinker")
 
 
@@ -118,6 +118,6 @@ def memory_finding(found: dict[str, Any]) -> Finding:
     from lorimer.cli.output import size_text
 
     text = f"{size_text(found['free_bytes'])} free of {size_text(found['total_bytes'])}"
-    if found["free_bytes"] < LEAST_MEMORY:
+    if found["free_bytes"] < MIN_MEMORY:
         return warning("memory", text, "close other programs, or serve a small model; `lorimer model info` has needs")
     return ok("memory", text)

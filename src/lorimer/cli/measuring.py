@@ -56,7 +56,7 @@ class Bench:
         return self.training.save_weights_and_get_sampling_client()
 
     def sample(self, sampler: "SamplingClient", prompts: int, samples: int, seconds: float) -> float:
-        """Tokens sampled a second: ``prompts`` requests at once, each for ``samples`` sequences."""
+        """Tokens sampled a second: ``prompts`` requests concurrently, each for ``samples`` sequences."""
         from lorimer import types
 
         params = types.SamplingParams(max_tokens=SAMPLE_TOKENS, stop=[])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 1000
 """Columns of a table that goes into a file or another program: nothing is cut there."""
 GAP = 2
-LEAST_WIDTH = 6
+MIN_WIDTH = 6
 
 
 class Format(StrEnum):
@@ -70,8 +70,8 @@ def print_table(columns: Sequence[str | Column], rows: Sequence[Sequence[object]
 def fitted(widths: list[int], whole: list[bool], room: int) -> list[int]:
     """Widths that fit: whole columns are wrapped to half of the room, the others cut, then the former once more."""
     widths = list(widths)
-    half, others = max(room // 2, LEAST_WIDTH), [not one for one in whole]
-    for is_narrowed, least in ((whole, half), (others, LEAST_WIDTH), (whole, LEAST_WIDTH)):
+    half, others = max(room // 2, MIN_WIDTH), [not one for one in whole]
+    for is_narrowed, least in ((whole, half), (others, MIN_WIDTH), (whole, MIN_WIDTH)):
         while sum(widths) > room:
             wide = [place for place, width in enumerate(widths) if is_narrowed[place] and width > least]
             if not wide:

@@ -17,7 +17,7 @@ from lorimer.errors import LorimerError
 
 ADDRESS = re.compile(r" at (http://\S+:(\d+)) ")
 END_SECONDS = 60
-MOST_RESTARTS = 5
+MAX_RESTARTS = 5
 IN_ORDER = {0, 130}
 
 
@@ -88,7 +88,7 @@ class OwnServer:
                 pass
 
     def _restart_when_killed(self) -> None:
-        for _ in range(MOST_RESTARTS):
+        for _ in range(MAX_RESTARTS):
             assert self._process is not None
             code = self._process.wait()
             if self._is_ending.is_set() or code in IN_ORDER:

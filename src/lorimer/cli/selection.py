@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS_PER_PAGE = 1000
 AT_ONCE = 32
-MOST_NAMED = 10
+MAX_NAMED = 10
 """So many checkpoints are named in the question whether to delete them."""
 
 
@@ -73,10 +73,10 @@ def matching(
 
 
 def confirm(paths: list[str]) -> None:
-    for path in paths[:MOST_NAMED]:
+    for path in paths[:MAX_NAMED]:
         note(f"  {path}")
-    if len(paths) > MOST_NAMED:
-        note(f"  and {len(paths) - MOST_NAMED} more")
+    if len(paths) > MAX_NAMED:
+        note(f"  and {len(paths) - MAX_NAMED} more")
     what = "this checkpoint" if len(paths) == 1 else f"these {len(paths)} checkpoints"
     typer.confirm(f"Delete {what}?", abort=True, err=True)
 
@@ -108,7 +108,7 @@ class Failures:
 
 
 def change(paths: list[str], start: Callable[[str], "Future[None]"], output: Format, word: str) -> None:
-    """Do the same to each path, some at once; those that fail do not keep the others from it."""
+    """Do the same to each path, some concurrently; those that fail do not keep the others from it."""
     done, failed = [], Failures()
     for begin in range(0, len(paths), AT_ONCE):
         started = [(path, start(path)) for path in paths[begin : begin + AT_ONCE]]

@@ -16,7 +16,7 @@ from lorimer.cli.output import size_text
 if TYPE_CHECKING:
     from lorimer.server.settings import Settings
 
-LEAST_FREE, LITTLE_FREE = 200 << 20, 5 << 30
+MIN_FREE, LITTLE_FREE = 200 << 20, 5 << 30
 SLOW_FSYNC_SECONDS = 0.05
 WRITES = 5
 CONNECT_SECONDS = 5
@@ -41,7 +41,7 @@ def check_data_directory(settings: "Settings") -> list[Finding]:
     free = found.f_bavail * found.f_frsize
     where = str(path) if place == path else f"{path} (made by the first server)"
     text = f"{where}: {size_text(free)} free, fsync takes {seconds * 1000:.1f} ms"
-    if free < LEAST_FREE:
+    if free < MIN_FREE:
         return [failed("data directory", text, "make room: snapshots and checkpoints need it")]
     if free < LITTLE_FREE:
         return [warning("data directory", text, "make room: checkpoints of larger models fill it soon")]

@@ -73,7 +73,7 @@ class Checkpoints:
         sampler = training_client.save_weights_for_sampler(name)
 
         async def finish() -> Checkpoint:
-            """The log gets its line when this runs: after everything else that the loop has on record of the step."""
+            """The log gets its line when this runs: after everything else that the loop has stored of the step."""
             paths = (await state).path, (await sampler).path
             checkpoint = Checkpoint(step=step, state_path=paths[0], sampler_path=paths[1], extra=extra or {})
             append_jsonl(self.path, asdict(checkpoint))

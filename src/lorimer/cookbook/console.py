@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 
     from lorimer.cookbook.logs import Metrics, Sink
 
-MOST_IN_LINE = 8
-MOST_IN_TABLE = 24
+MAX_IN_LINE = 8
+MAX_IN_TABLE = 24
 
 
 def open_console(total_steps: int | None, resume_step: int = 0) -> "Sink":
@@ -42,7 +42,7 @@ class LineConsole:
         self._console, self._total = console, total_steps
 
     def log(self, metrics: "Metrics", step: int) -> None:
-        shown = list(metrics.items())[:MOST_IN_LINE]
+        shown = list(metrics.items())[:MAX_IN_LINE]
         values = "  ".join(f"{name} {format_metric(value)}" for name, value in shown)
         total = f"/{self._total}" if self._total else ""
         begin = "end" if step == self._total else f"step {step + 1}{total}"
@@ -98,6 +98,6 @@ def _table(metrics: "Metrics") -> "Table":
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
-    for name, value in list(metrics.items())[:MOST_IN_TABLE]:
+    for name, value in list(metrics.items())[:MAX_IN_TABLE]:
         table.add_row(name, format_metric(value))
     return table

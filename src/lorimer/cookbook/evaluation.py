@@ -118,7 +118,7 @@ async def target_logprobs(sampling_client: SamplingClient, datum: Datum) -> list
 
 
 def together(*evaluators: Evaluator) -> Evaluator:
-    """One evaluator of several, which run at once; a metric that two of them give is refused."""
+    """One evaluator of several, which run concurrently; a metric that two of them give is refused."""
 
     async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
         found: Sequence[Mapping[str, float]] = await asyncio.gather(*(run(sampling_client) for run in evaluators))

@@ -19,9 +19,9 @@ from lorimer.types.metrics import MAX_NAME_CHARS, MetricPoint
 
 log = logging.getLogger("lorimer.cookbook")
 
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 """Steps that wait to be reported."""
-MOST_VALUES = 5000
+MAX_VALUES = 5000
 """Of one request, after which the next one begins."""
 PAUSE_SECONDS = 0.5
 """Between two requests: quick steps share them."""
@@ -34,7 +34,7 @@ class ServerSink:
     def __init__(self) -> None:
         self._client: TrainingClient | None = None
         """None while no run is known, and when its server takes no metrics."""
-        self._waiting: deque[MetricPoint] = deque(maxlen=MOST_POINTS)
+        self._waiting: deque[MetricPoint] = deque(maxlen=MAX_POINTS)
         self._lock = threading.Lock()
         self._is_sending = self._is_closing = self._has_warned = False
         self._work: Future[None] | None = None
@@ -48,7 +48,7 @@ class ServerSink:
         numbers = {_accepted(name): value for name, value in metrics.items() if not isinstance(value, str)}
         point = metric_point(numbers, step)
         with self._lock:
-            if len(self._waiting) == MOST_POINTS:
+            if len(self._waiting) == MAX_POINTS:
                 self._warn("it is slow to take them, and the oldest are dropped")
             self._waiting.append(point)
             if not self._is_sending:
@@ -73,7 +73,7 @@ class ServerSink:
         """The first of what waits; after none of them, the next ``log`` begins anew."""
         points: list[MetricPoint] = []
         with self._lock:
-            while self._waiting and sum(len(point.values) for point in points) < MOST_VALUES:
+            while self._waiting and sum(len(point.values) for point in points) < MAX_VALUES:
                 points.append(self._waiting.popleft())
             self._is_sending = bool(points)
         return points

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SERVERS = ExitStack()
 TINY, TOOLED, PLAIN = "lorimer/tiny", "test/tooled", "test/plain"
 SEEING, LLAVA = "test/seeing", "test/llava"
-MOST_IMAGE_BYTES = 100_000
+MAX_IMAGE_BYTES = 100_000
 
 TOOL_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -89,7 +89,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Compatible:
     ):
         make_debug_vision_model(folder / architecture, architecture=architecture)
         models.append(f"{name}={with_template(folder / architecture, template)}")
-    settings = {"start_engines": "lazy", "max_image_bytes": MOST_IMAGE_BYTES}
+    settings = {"start_engines": "lazy", "max_image_bytes": MAX_IMAGE_BYTES}
     return Compatible(SERVERS.enter_context(running_server(folder / "data", models, **settings)), keys)
 
 

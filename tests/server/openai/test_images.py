@@ -19,7 +19,7 @@ from lorimer.server.openai.text import TextModel
 from lorimer.server.settings import Settings
 from tests.cookbook import chat_templates
 from tests.engine.pictures import bomb, file_of, picture, png
-from tests.server.openai.conftest import LLAVA, MOST_IMAGE_BYTES, SEEING, TINY
+from tests.server.openai.conftest import LLAVA, MAX_IMAGE_BYTES, SEEING, TINY
 
 PLACEHOLDER = "<|image_pad|>"
 NUM_TOKENS = {SEEING: 15, LLAVA: 16}
@@ -178,7 +178,7 @@ NOT_OPENED = {
 SMALL = url(png(8, 8))
 REFUSED: dict[str, tuple[str, list[Any], int, list[str]]] = {
     "no base64": (SEEING, linked("data:image/png;base64,%%%"), 400, ["messages[0].content[1]", "not base64"]),
-    "too many bytes": (SEEING, linked(url(bytes(MOST_IMAGE_BYTES + 1))), 413, ["100001", "(max_image_bytes)"]),
+    "too many bytes": (SEEING, linked(url(bytes(MAX_IMAGE_BYTES + 1))), 413, ["100001", "(max_image_bytes)"]),
     "too many": (SEEING, [user(*linked(SMALL)[0]["content"][1:] * 65)], 413, ["is 65", "(max_images_per_datum)"]),
     "no picture": (SEEING, linked(url(b"GIF89a")), 400, ["image 0 of messages is no PNG file"]),
     "the second": (SEEING, [user(image(), image()), *linked(url(b"GIF89a"))], 400, ["image 2 of messages is no PNG"]),

@@ -20,7 +20,7 @@ from lorimer.types import ModelInput
 
 Baseline = Literal["mean", "leave_one_out", "none"]
 
-_LEAST_DEVIATION = 1e-6
+_MIN_DEVIATION = 1e-6
 
 
 def group_advantages(
@@ -40,14 +40,14 @@ def group_advantages(
     if normalise and rewards.size:
         deviation = rewards.std()
         # Rewards that are the same but for rounding carry no signal, and must not be blown up into one.
-        advantages = advantages / deviation if deviation > _LEAST_DEVIATION else np.zeros_like(rewards)
+        advantages = advantages / deviation if deviation > _MIN_DEVIATION else np.zeros_like(rewards)
     return advantages
 
 
 def has_signal(group: TrajectoryGroup) -> bool:
     """Whether the rewards differ; if not, a group says nothing about which trajectory is better."""
     rewards = group.get_total_rewards()
-    return bool(rewards) and max(rewards) - min(rewards) > _LEAST_DEVIATION
+    return bool(rewards) and max(rewards) - min(rewards) > _MIN_DEVIATION
 
 
 async def incorporate_kl_penalty(

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 GRACE_SECONDS = 2.0
 """After its time and this a grader ends by itself, if nobody is left to end it."""
-MOST_DETAIL = 2000
+MAX_DETAIL = 2000
 
 Reply = tuple[str, Any]
 """``ok`` with a value and metrics, or a kind of error with what is known about it."""
@@ -52,7 +52,7 @@ class Grader:
         except MemoryError:
             return "memory", "the grader asked for more memory than it may have"
         except BaseException:  # also an exit or an interrupt that the grader raises: it is no end of training
-            return "raised", traceback.format_exc()[-MOST_DETAIL:]
+            return "raised", traceback.format_exc()[-MAX_DETAIL:]
         finally:
             if has_timer:
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -96,7 +96,7 @@ def limit_memory(num_bytes: int) -> None:
 # ── messages: a length and a pickle from the program, JSON from the grader, which may run what a model wrote ─────────
 
 HEADER = struct.Struct("!Q")
-MOST_REPLY = 1 << 20
+MAX_REPLY = 1 << 20
 
 
 def encode_request(message: Any) -> bytes:
@@ -144,7 +144,7 @@ def main() -> None:
     try:
         grader = Grader(setup)
     except BaseException:  # whatever a user's module does while it is imported
-        reply(("failed", traceback.format_exc()[-MOST_DETAIL:]))
+        reply(("failed", traceback.format_exc()[-MAX_DETAIL:]))
         return
     reply(("ready", None))
     while (request := read(requests)) is not None:

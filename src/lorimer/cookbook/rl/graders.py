@@ -201,7 +201,7 @@ class ProcessWorker:
             stdin.write(grader_worker.encode_request(message))
             await stdin.drain()
             (size,) = grader_worker.HEADER.unpack(await stdout.readexactly(grader_worker.HEADER.size))
-            if size > grader_worker.MOST_REPLY:
+            if size > grader_worker.MAX_REPLY:
                 raise WorkerDied(f"the process of the grader sent {size} bytes, which is no reply")
             return await stdout.readexactly(size)
 

@@ -81,7 +81,7 @@ async def do_single_rollout(
 
 
 async def do_group_rollout(builder: EnvGroupBuilder, policy: Policy) -> TrajectoryGroup:
-    """Play all episodes of a group at once and give them their rewards. An error of the group loses all of them."""
+    """Play the episodes of a group concurrently and assign their rewards. An error of the group loses all of them."""
     try:
         envs = list(await builder.make_envs())
         starts: Sequence[Start | None] = [None] * len(envs)

@@ -15,7 +15,7 @@ from lorimer.types import AdamParams, ForwardBackwardOutput, OptimStepResponse
 
 LossFn = Literal["importance_sampling", "ppo", "cispo", "gspo"]
 
-_LEAST_ADVANTAGE = 1e-5
+_MIN_ADVANTAGE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Update:
             )
             self.metrics |= penalty
             # Where the policy is still its reference the penalty is rounding, which Adam would make a whole step of.
-            data = [datum for datum in data if abs(datum.advantages).max() > _LEAST_ADVANTAGE]
+            data = [datum for datum in data if abs(datum.advantages).max() > _MIN_ADVANTAGE]
         if data:
             sent = [datum.to_datum(config.loss_fn) for datum in data]
             future = await self.client.forward_backward_async(sent, config.loss_fn, config.loss_fn_config)

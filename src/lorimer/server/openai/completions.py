@@ -20,7 +20,7 @@ from lorimer.server.openai.schemas import CompletionRequest
 from lorimer.server.openai.usage import Usage
 from lorimer.types.stops import StopMatcher
 
-MOST_PROMPTS = 256
+MAX_PROMPTS = 256
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def _prepare(body: CompletionRequest, source: Source) -> CompletionJob:
         several = [one for one in given if not isinstance(one, int)]
     if not several or not all(several):
         raise BadParameter("prompt", "prompt is empty, or holds an empty one; at least one token is accepted")
-    if len(several) > MOST_PROMPTS:
-        raise TooLarge(f"prompt holds {len(several)} prompts; at most {MOST_PROMPTS} are accepted")
+    if len(several) > MAX_PROMPTS:
+        raise TooLarge(f"prompt holds {len(several)} prompts; at most {MAX_PROMPTS} are accepted")
     wanted = []
     for one in several:
         tokens = source.text.encode(one, add_special_tokens=True) if isinstance(one, str) else one

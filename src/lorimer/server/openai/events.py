@@ -1,6 +1,6 @@
 """Server-sent events: an answer that is sent while it is made, and ended when its reader leaves.
 
-The status is still open until the first event is there, or has been waited for a while: what is refused at once is
+The status is still open until the first event is there, or has been waited for a while: what is refused immediately is
 answered with its own status, what fails later with an event. While nothing comes, a comment keeps the connection.
 """
 

@@ -24,7 +24,7 @@ from lorimer.server.routes.ownership import find_weights, quote_id
 from lorimer.types.paths import SCHEME
 from lorimer.types.stops import StopMatcher
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have: a token that a grammar excludes."""
 _CHUNK = re.compile(r"\bprompt\.chunks\[(\d+)\]")
 
@@ -162,7 +162,7 @@ class Choice:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 # ── running ───────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import ChatRequest, ChosenTool, ResponseFormat, Tool
 from lorimer.server.openai.text import TextModel
 
-MOST_CHARS = 64 * 1024
+MAX_CHARS = 64 * 1024
 """Of one grammar: an engine compiles it between two steps, and one of this size may take half a second."""
 
 
@@ -59,8 +59,8 @@ def answer_grammar(body: ChatRequest, tools: dict[str, Tool], syntax: ToolSyntax
         except Unsupported as error:
             raise BadParameter("tool_choice", str(error), "unsupported_parameter") from None
     grammar = "\n".join([f"start: {' | '.join(rules)}", *rules.values()]) if rules else ""
-    if len(grammar) > MOST_CHARS:
-        raise TooLarge(f"the schemas make a grammar of {len(grammar)} characters; at most {MOST_CHARS} are accepted")
+    if len(grammar) > MAX_CHARS:
+        raise TooLarge(f"the schemas make a grammar of {len(grammar)} characters; at most {MAX_CHARS} are accepted")
     return grammar
 
 

@@ -19,7 +19,7 @@ from lorimer.server.openai.parameters import BadParameter
 
 NO_TEMPLATE = "no_chat_template"
 """By this code a client knows that a model only completes text."""
-MOST_CHARS = 4 * 2**20
+MAX_CHARS = 4 * 2**20
 """Of one prompt."""
 
 
@@ -60,8 +60,8 @@ class TextModel:
         return found
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) > MOST_CHARS:
-            raise TooLarge(f"the prompt has {len(text)} characters; at most {MOST_CHARS} are accepted")
+        if len(text) > MAX_CHARS:
+            raise TooLarge(f"the prompt has {len(text)} characters; at most {MAX_CHARS} are accepted")
         # A batch of one, because only batches leave other threads their turn meanwhile.
         return list(self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
