@@ -42,7 +42,7 @@ def test_those_who_went_away_take_no_memory(monkeypatch):
     now += live_sessions.ALIVE_SECONDS + 1
     alive.touch("user-7", "t")
     alive.evict_expired()
-    assert alive._heard == {"user-7": {"t": now}}
+    assert alive._last_seen == {"user-7": {"t": now}}
 
 
 async def test_one_session_too_many_is_refused_and_room_is_made_by_finishing(start):

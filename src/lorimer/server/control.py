@@ -193,7 +193,7 @@ class Control:
         self._holding.add(task)
         directory = self._context.directory
         directory.hold_files()
-        logger.info("backup started: file deletion is deferred until it ends")
+        logger.info("a backup started: file deletion is deferred until it ends")
         try:
             writer.write(msgspec.json.encode(Reply(database=self._context.settings.database)) + b"\n")
             await writer.drain()
@@ -204,7 +204,7 @@ class Control:
         finally:
             self._holding.discard(task)
             await asyncio.to_thread(directory.release_files)
-            logger.info("backup ended")
+            logger.info("a backup ended")
 
     async def _answer(self, command: KeyCommand | DescribeServer) -> Reply:
         if isinstance(command, DescribeServer):
