@@ -1,7 +1,10 @@
-"""The tests that SECURITY.md names are there."""
+"""The tests that SECURITY.md names are there, and `make test-all` runs them."""
 
+import ast
 import re
 from pathlib import Path
+
+from tests.conftest import SERVICE
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "SECURITY.md"
@@ -24,6 +27,29 @@ def test_every_named_test_exists():
     ]
     assert len(rows) > 50
     assert [row for row in rows if "::test_" not in row] == []
+
+
+def left_out(text: str) -> list[str]:
+    """Return the named tests that `make test-all` does not run: slow ones that belong to none of its targets."""
+    named = set(re.findall(r"`([\w/.]+\.py)::(test_\w+)`", text))
+    found = []
+    for path in sorted({path for path, _ in named if not f"tests/{path}".startswith(SERVICE)}):
+        for node in ast.walk(ast.parse((TESTS / path).read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (path, node.name) in named:
+                slow = any(ast.unparse(one) == "pytest.mark.slow" for one in node.decorator_list)
+                found += [f"{path}::{node.name}"] if slow else []
+    return found
+
+
+def test_every_named_test_is_run():
+    text = PAGE.read_text("utf-8")
+    assert "`make test-all` runs them" in text
+    assert left_out(text) == []
+
+
+def test_a_planted_slow_test_is_found():
+    slow = "cli/test_demo.py::test_examples_show_that_trying_helps"
+    assert left_out(f"`{slow}`, `faults/test_kills.py::test_few_kills`") == [slow]
 
 
 def test_a_planted_name_is_missed():
