@@ -275,5 +275,5 @@ def test_losses_that_do_not_exist_are_refused_by_name():
 
 
 def test_the_table_loads_without_torch():
-    program = "import sys, lorimer.engine.losses; sys.exit('torch' in sys.modules)"
+    program = "import sys, lorimer.engine.training.losses; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
