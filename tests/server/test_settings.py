@@ -9,7 +9,7 @@ import pytest
 
 from lorimer.errors import InvalidInput
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.server.settings import MEANINGS, TYPES, Settings
+from lorimer.server.settings import SETTINGS, TYPES, Settings
 from lorimer.server.settings_page import settings_page
 from lorimer.server.sources import as_toml, load_settings, plain
 
@@ -141,7 +141,7 @@ def test_every_limit_of_the_scheduler_is_a_setting_with_its_default():
 
 
 def test_every_setting_has_a_meaning_and_somebody_reads_it():
-    assert set(MEANINGS) == set(TYPES)
+    assert set(SETTINGS) == set(TYPES)
     files = [path for name in ("server", "cli") for path in (ROOT / "src/lorimer" / name).rglob("*.py")]
     source = "\n".join(path.read_text("utf-8") for path in files)
     of_the_scheduler = {item.name for item in fields(SchedulerLimits)}
