@@ -1,49 +1,66 @@
 """Limits of the scheduler: how much it accepts, how long it keeps it, and how often it takes snapshots."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from lorimer.types.settings import Setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    max_open_operations: int = 4096
-    """Maximum number of accepted, unfinished operations per run."""
-    max_open_bytes: int = 1 << 30
-    """Maximum bytes of unfinished operations' payloads per base model; they are held in memory."""
-    max_loaded_runs: int = 64
-    """Maximum number of runs in the memory of one engine; idle ones are evicted after a snapshot."""
-    residence_seconds: float = 30.0
-    """A busy run loaded for this long may be evicted if others wait; sooner if that is cheap."""
-    max_loaded_samplers: int = 64
-    max_queued_samples: int = 20_000
-    """Maximum number of queued samples per base model; more are answered with 429."""
-    max_running_samples: int = 384
-    """Maximum number of sequences an engine decodes concurrently; the rest wait here, where users take turns."""
-    max_stored_bytes: int = 0
-    """Default storage quota for the checkpoints of a user; 0 means no limit."""
-    max_losses_per_session: int = 64
-    max_runs_per_session: int = 4096
-    turn_tokens: int = 0
-    """Maximum training tokens per turn of an engine; 0 means twice what it packs into one pass."""
-    gap_seconds: float = 60.0
-    """How long operations wait for a lower seq_id that has not arrived."""
-    snapshot_seconds: float = 10.0
-    """A run gets a snapshot after this much engine time, which bounds the time of a replay."""
-    stall_seconds: float = 1800.0
-    """An engine with work that is silent for this long counts as hung and is replaced."""
-    max_engine_deaths: int = 5
-    """A request fails after this many engine deaths while it ran; so does a sample after this many engine errors."""
-    result_seconds_after_fetch: float = 600.0
-    result_seconds: float = 86_400.0
-    """How long results are kept after they were fetched, and if they are never fetched."""
-    history_seconds: float = 7 * 86_400.0
-    """How long the row of a finished request is kept."""
-    ephemeral_samplers_per_run: int = 8
-    """The number of newest unnamed samplers per run that are kept longer than others."""
-    ephemeral_seconds: float = 86_400.0
-    """How long those are kept after their last use."""
-    sampler_idle_seconds: float = 3600.0
-    """How long other unnamed samplers, and weights of deleted checkpoints, are kept after their last use."""
-    run_seconds: float = 30 * 86_400.0
-    """How long a run can be resumed after its last use. Its checkpoints stay."""
-    recent_result_bytes: int = 64 << 20
-    """Maximum bytes of finished results cached in memory."""
+    max_open_operations: Annotated[int, Setting("Most unfinished operations of one run.", 1)] = 4096
+    max_open_bytes: Annotated[
+        int,
+        Setting("Most bytes of unfinished operations of one base model, held in memory; users share them.", 1 << 20),
+    ] = 1 << 30
+    max_loaded_runs: Annotated[
+        int, Setting("Most runs in the memory of one engine; idle ones make room, by a snapshot.", 1)
+    ] = 64
+    residence_seconds: Annotated[
+        float,
+        Setting("Longest stay of a busy run in memory while another waits for room; less where moving is cheap.", 0),
+    ] = 30.0
+    max_loaded_samplers: Annotated[int, Setting("Most samplers in the memory of one engine.", 1)] = 64
+    max_queued_samples: Annotated[
+        int, Setting("Most unfinished sample requests of one base model; more are answered 429.", 1)
+    ] = 20_000
+    max_running_samples: Annotated[
+        int, Setting("Most sequences an engine samples concurrently; a request of more than that runs alone.", 1)
+    ] = 384
+    max_stored_bytes: Annotated[
+        int, Setting("Quota: most bytes of a user's checkpoints, more are refused with 429; 0 is no limit.", 0)
+    ] = 0
+    max_losses_per_session: Annotated[int, Setting("Most custom losses of one session.", 1)] = 64
+    max_runs_per_session: Annotated[int, Setting("Most training runs of one session.", 1)] = 4096
+    turn_tokens: Annotated[
+        int, Setting("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
+    ] = 0
+    gap_seconds: Annotated[
+        float, Setting("How long operations wait for a missing seq_id before theirs, until they fail.", 0)
+    ] = 60.0
+    snapshot_seconds: Annotated[
+        float, Setting("Engine time of a run until its next snapshot: what a replay may take.", 0)
+    ] = 10.0
+    stall_seconds: Annotated[
+        float, Setting("An engine with work that is silent for this long is taken for hung, and replaced.", 1)
+    ] = 1800.0
+    max_engine_deaths: Annotated[
+        int,
+        Setting(
+            "A request under way at this many deaths of an engine, or a sample that failed so often, is given up.", 1
+        ),
+    ] = 5
+    result_seconds_after_fetch: Annotated[float, Setting("A result that was fetched is kept this long.", 0)] = 600.0
+    result_seconds: Annotated[float, Setting("A result that was not fetched is kept this long.", 0)] = 86_400.0
+    history_seconds: Annotated[float, Setting("The record of a finished request is kept this long.", 0)] = 7 * 86_400.0
+    ephemeral_samplers_per_run: Annotated[
+        int, Setting("The newest unnamed samplers of a run, which are kept in any case.", 1)
+    ] = 8
+    ephemeral_seconds: Annotated[
+        float, Setting("The newest unnamed samplers, too, are kept no longer than this after their last use.", 0)
+    ] = 86_400.0
+    sampler_idle_seconds: Annotated[
+        float, Setting("Other unnamed samplers are kept this long after their last use.", 0)
+    ] = 3600.0
+    run_seconds: Annotated[float, Setting("A run without requests keeps its state this long.", 0)] = 30 * 86_400.0
+    recent_result_bytes: Annotated[int, Setting("Memory for finished results, besides the database.", 0)] = 64 << 20

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from lorimer.engine.config import Device, Dtype, EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.types.settings import Setting
 
 Durability = Literal["process", "power"]
 LogFormat = Literal["auto", "pretty", "json"]
@@ -22,7 +23,6 @@ MetricsAccess = Literal["loopback", "key", "open"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
-LIMITS = SchedulerLimits()
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:+@-]{0,255}")
 
 
@@ -32,120 +32,113 @@ def default_data_directory() -> Path:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share") / "lorimer"
 
 
-@dataclass(frozen=True)
-class Meaning:
-    """What a setting does, as the documents say it, and the smallest number it may be."""
-
-    text: str
-    least: float | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a server is told at its start; it does not change while it runs."""
+class Settings(SchedulerLimits):
+    """The configuration of a server, constant while it runs.
+
+    Fields whose default is that of `SchedulerLimits` are described there, and repeated for their place on the page.
+    """
 
     # What is served, and where
     models: Annotated[
-        tuple[str, ...], Meaning("Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME.")
+        tuple[str, ...], Setting("Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME.")
     ] = ("lorimer/tiny",)
-    host: Annotated[str, Meaning("Address to listen on; any other than loopback needs keys.")] = "127.0.0.1"
-    port: Annotated[int, Meaning("Port to listen on; 0 takes a free one.", 0)] = 8000
-    data: Annotated[Path, Meaning("Directory of the database, the weights and the snapshots.")] = field(
+    host: Annotated[str, Setting("Address to listen on; any other than loopback needs keys.")] = "127.0.0.1"
+    port: Annotated[int, Setting("Port to listen on; 0 takes a free one.", 0)] = 8000
+    data: Annotated[Path, Setting("Directory of the database, the weights and the snapshots.")] = field(
         default_factory=default_data_directory
     )
-    database: Annotated[str, Meaning("URL of a PostgreSQL database; empty takes SQLite in the data directory.")] = ""
+    database: Annotated[str, Setting("URL of a PostgreSQL database; empty takes SQLite in the data directory.")] = ""
     start_engines: Annotated[
         StartEngines,
-        Meaning("When base models are loaded: eager at start, lazy on first use; auto is eager for one model."),
+        Setting("When base models are loaded: eager at start, lazy on first use; auto is eager for one model."),
     ] = "auto"
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Meaning("Names, besides the address and loopback, that a request's Host may have; *.example.org and * work."),
+        Setting("Names, besides the address and loopback, that a request's Host may have; *.example.org and * work."),
     ] = ()
     trusted_proxies: Annotated[
         tuple[str, ...],
-        Meaning("Addresses or networks of proxies: a request's address is then the one their X-Forwarded-For names."),
+        Setting("Addresses or networks of proxies: a request's address is then the one their X-Forwarded-For names."),
     ] = ()
-    metrics_access: Annotated[MetricsAccess, Meaning("Who may read /metrics without a key.")] = "loopback"
-    log_format: Annotated[LogFormat, Meaning("Shape of the log; auto is pretty on a terminal and JSON elsewhere.")] = (
+    metrics_access: Annotated[MetricsAccess, Setting("Who may read /metrics without a key.")] = "loopback"
+    log_format: Annotated[LogFormat, Setting("Shape of the log; auto is pretty on a terminal and JSON elsewhere.")] = (
         "auto"
     )
     log_level: Annotated[
-        LogLevel, Meaning("Least severe message that is logged; debug has polls and heartbeats too.")
+        LogLevel, Setting("Least severe message that is logged; debug has polls and heartbeats too.")
     ] = "info"
 
     # The engine of each base model
-    device: Annotated[Device, Meaning("Where base models run.")] = "auto"
-    dtype: Annotated[Dtype, Meaning("Precision of the frozen base; auto is chosen by a short probe.")] = "auto"
-    num_threads: Annotated[int, Meaning("CPU threads of each engine; 0 takes all cores.", 0)] = 0
+    device: Annotated[Device, Setting("Where base models run.")] = "auto"
+    dtype: Annotated[Dtype, Setting("Precision of the frozen base; auto is chosen by a short probe.")] = "auto"
+    num_threads: Annotated[int, Setting("CPU threads of each engine; 0 takes all cores.", 0)] = 0
     memory_bytes: Annotated[
-        int, Meaning("Memory of each engine besides the base weights; 0 takes 70 % of what is free.", 0)
+        int, Setting("Memory of each engine besides the base weights; 0 takes 70 % of what is free.", 0)
     ] = 0
-    max_context: Annotated[int, Meaning("Longest sequence in tokens; 0 takes the model's own limit.", 0)] = 0
-    token_budget: Annotated[int, Meaning("Most tokens of one training pass; 0 finds it from memory.", 0)] = 0
-    max_sampling_rows: Annotated[int, Meaning("Most sequences decoded in one step.", 1)] = 256
+    max_context: Annotated[int, Setting("Longest sequence in tokens; 0 takes the model's own limit.", 0)] = 0
+    token_budget: Annotated[int, Setting("Most tokens of one training pass; 0 finds it from memory.", 0)] = 0
+    max_sampling_rows: Annotated[int, Setting("Most sequences decoded in one step.", 1)] = 256
     cache_directory: Annotated[
-        str, Meaning("Where converted and downloaded models are kept; empty takes the user's cache.")
+        str, Setting("Where converted and downloaded models are kept; empty takes the user's cache.")
     ] = ""
 
     # Limits of one request
-    max_body_bytes: Annotated[int, Meaning("Most bytes of a request body as sent.", KIB)] = 64 * MIB
-    max_decompressed_bytes: Annotated[int, Meaning("Most bytes of a request body after decompression.", KIB)] = (
+    max_body_bytes: Annotated[int, Setting("Most bytes of a request body as sent.", KIB)] = 64 * MIB
+    max_decompressed_bytes: Annotated[int, Setting("Most bytes of a request body after decompression.", KIB)] = (
         256 * MIB
     )
     max_small_body_bytes: Annotated[
         int,
-        Meaning("Most bytes after decompression of bodies that hold no training data, prompts, chats or metrics.", KIB),
+        Setting("Most bytes after decompression of bodies that hold no training data, prompts, chats or metrics.", KIB),
     ] = MIB
     max_chat_bytes: Annotated[
         int,
-        Meaning("Most bytes after decompression of an OpenAI or Anthropic request, images included.", KIB),
+        Setting("Most bytes after decompression of an OpenAI or Anthropic request, images included.", KIB),
     ] = 32 * MIB
-    body_seconds: Annotated[float, Meaning("Longest time a request body may take to arrive.", 0.1)] = 120.0
+    body_seconds: Annotated[float, Setting("Longest time a request body may take to arrive.", 0.1)] = 120.0
     # The HTTP server has one time for both. Clients beat every ten seconds, which should find their connection open.
     header_seconds: Annotated[
         float,
-        Meaning("Longest time the headers of a request may take to arrive, and an idle connection stays open.", 0.1),
+        Setting("Longest time the headers of a request may take to arrive, and an idle connection stays open.", 0.1),
     ] = 15.0
     answer_seconds: Annotated[
-        float, Meaning("A connection whose client takes nothing of its answer for this long is cut (on Linux).", 0.1)
+        float, Setting("A connection whose client takes nothing of its answer for this long is cut (on Linux).", 0.1)
     ] = 60.0
-    max_json_depth: Annotated[int, Meaning("Deepest nesting of lists and objects in a JSON body.", 4)] = 64
+    max_json_depth: Annotated[int, Setting("Deepest nesting of lists and objects in a JSON body.", 4)] = 64
     max_json_values: Annotated[
-        int, Meaning("Most values in the JSON of such a small body; lists and objects: a tenth of them.", 100)
+        int, Setting("Most values in the JSON of such a small body; lists and objects: a tenth of them.", 100)
     ] = 50_000
-    max_string_chars: Annotated[int, Meaning("Longest text of a field that is not a prompt, in characters.", 64)] = 8192
-    max_metadata_bytes: Annotated[int, Meaning("Most bytes of user_metadata or tags, as JSON.", 64)] = 64 * KIB
-    max_datums_per_operation: Annotated[int, Meaning("Most datums of one forward or forward_backward.", 1)] = 4096
-    max_tokens_per_datum: Annotated[int, Meaning("Most tokens of one datum or prompt.", 1)] = 131_072
-    max_tokens_per_operation: Annotated[int, Meaning("Most tokens of all datums of one operation.", 1)] = 4_194_304
-    max_images_per_datum: Annotated[int, Meaning("Most images of one datum or prompt.", 0)] = 64
-    max_image_bytes: Annotated[int, Meaning("Most bytes of one image file.", 1)] = 20 * MIB
-    max_image_pixels: Annotated[int, Meaning("Most pixels of one image; a larger one is not decoded.", 1)] = 2**24
-    max_samples_per_request: Annotated[int, Meaning("Most sequences of one sample request.", 1)] = 1024
-    max_sample_tokens: Annotated[int, Meaning("Most new tokens of one sequence (max_tokens).", 1)] = 131_072
-    max_stop_sequences: Annotated[int, Meaning("Most stop sequences of one sample request.", 1)] = 64
-    max_stop_chars: Annotated[int, Meaning("Longest stop sequence, in characters or tokens.", 1)] = 1024
-    max_custom_loss_bytes: Annotated[int, Meaning("Largest graph of a custom loss, as sent.", KIB)] = MIB
-    max_metric_values_per_request: Annotated[int, Meaning("Most values of one report of a run's metrics.", 1)] = 10_000
-    max_telemetry_events: Annotated[int, Meaning("Most telemetry events of one request.", 1)] = 1000
-    compress_bytes: Annotated[int, Meaning("Answers of at least this size are compressed for clients that ask.", 1)] = (
+    max_string_chars: Annotated[int, Setting("Longest text of a field that is not a prompt, in characters.", 64)] = 8192
+    max_metadata_bytes: Annotated[int, Setting("Most bytes of user_metadata or tags, as JSON.", 64)] = 64 * KIB
+    max_datums_per_operation: Annotated[int, Setting("Most datums of one forward or forward_backward.", 1)] = 4096
+    max_tokens_per_datum: Annotated[int, Setting("Most tokens of one datum or prompt.", 1)] = 131_072
+    max_tokens_per_operation: Annotated[int, Setting("Most tokens of all datums of one operation.", 1)] = 4_194_304
+    max_images_per_datum: Annotated[int, Setting("Most images of one datum or prompt.", 0)] = 64
+    max_image_bytes: Annotated[int, Setting("Most bytes of one image file.", 1)] = 20 * MIB
+    max_image_pixels: Annotated[int, Setting("Most pixels of one image; a larger one is not decoded.", 1)] = 2**24
+    max_samples_per_request: Annotated[int, Setting("Most sequences of one sample request.", 1)] = 1024
+    max_sample_tokens: Annotated[int, Setting("Most new tokens of one sequence (max_tokens).", 1)] = 131_072
+    max_stop_sequences: Annotated[int, Setting("Most stop sequences of one sample request.", 1)] = 64
+    max_stop_chars: Annotated[int, Setting("Longest stop sequence, in characters or tokens.", 1)] = 1024
+    max_custom_loss_bytes: Annotated[int, Setting("Largest graph of a custom loss, as sent.", KIB)] = MIB
+    max_metric_values_per_request: Annotated[int, Setting("Most values of one report of a run's metrics.", 1)] = 10_000
+    max_telemetry_events: Annotated[int, Setting("Most telemetry events of one request.", 1)] = 1000
+    compress_bytes: Annotated[int, Setting("Answers of at least this size are compressed for clients that ask.", 1)] = (
         16 * KIB
     )
 
     # Limits of a user, and of all
     max_sessions_per_user: Annotated[
-        int, Meaning("Most sessions of one user that are unfinished and were heard of in the last ten minutes.", 1)
+        int, Setting("Most sessions of one user that are unfinished and were heard of in the last ten minutes.", 1)
     ] = 10_000
-    max_runs_per_session: Annotated[int, Meaning("Most training runs of one session.", 1)] = LIMITS.max_runs_per_session
-    max_metric_names_per_run: Annotated[int, Meaning("Most metrics that clients report to one run.", 1)] = 1000
-    max_metric_values_per_run: Annotated[int, Meaning("Most values of those, over all steps.", 1)] = 5_000_000
-    max_stored_bytes: Annotated[
-        int, Meaning("Quota: most bytes of a user's checkpoints, more are refused with 429; 0 is no limit.", 0)
-    ] = LIMITS.max_stored_bytes
+    max_runs_per_session: int = SchedulerLimits.max_runs_per_session
+    max_metric_names_per_run: Annotated[int, Setting("Most metrics that clients report to one run.", 1)] = 1000
+    max_metric_values_per_run: Annotated[int, Setting("Most values of those, over all steps.", 1)] = 5_000_000
+    max_stored_bytes: int = SchedulerLimits.max_stored_bytes
     requests_per_second: Annotated[
         float,
-        Meaning(
+        Setting(
             "Quota: requests of a user per second, those of ten seconds in one burst; more are answered 429; polls,"
             " heartbeats and telemetry do not count; 0 is no limit.",
             0,
@@ -153,121 +146,77 @@ class Settings:
     ] = 0.0
     failed_lookups_per_second: Annotated[
         float,
-        Meaning(
+        Setting(
             "Lookups per second of ids that the caller does not have, by user, and of wrong keys, by address; those of"
             " twenty seconds in one burst, more are answered 429, and valid ids and keys never; 0 is no limit.",
             0,
         ),
     ] = 10.0
-    max_open_operations: Annotated[int, Meaning("Most unfinished operations of one run.", 1)] = (
-        LIMITS.max_open_operations
-    )
-    max_open_bytes: Annotated[
-        int, Meaning("Most bytes of unfinished operations of one base model, held in memory; users share them.", MIB)
-    ] = LIMITS.max_open_bytes
-    max_queued_samples: Annotated[
-        int, Meaning("Most unfinished sample requests of one base model; more are answered 429.", 1)
-    ] = LIMITS.max_queued_samples
-    max_running_samples: Annotated[
-        int, Meaning("Most sequences an engine samples concurrently; a request of more than that runs alone.", 1)
-    ] = LIMITS.max_running_samples
-    max_losses_per_session: Annotated[int, Meaning("Most custom losses of one session.", 1)] = (
-        LIMITS.max_losses_per_session
-    )
-    max_loaded_runs: Annotated[
-        int, Meaning("Most runs in the memory of one engine; idle ones make room, by a snapshot.", 1)
-    ] = LIMITS.max_loaded_runs
-    residence_seconds: Annotated[
-        float,
-        Meaning("Longest stay of a busy run in memory while another waits for room; less where moving is cheap.", 0),
-    ] = LIMITS.residence_seconds
-    max_loaded_samplers: Annotated[int, Meaning("Most samplers in the memory of one engine.", 1)] = (
-        LIMITS.max_loaded_samplers
-    )
+    max_open_operations: int = SchedulerLimits.max_open_operations
+    max_open_bytes: int = SchedulerLimits.max_open_bytes
+    max_queued_samples: int = SchedulerLimits.max_queued_samples
+    max_running_samples: int = SchedulerLimits.max_running_samples
+    max_losses_per_session: int = SchedulerLimits.max_losses_per_session
+    max_loaded_runs: int = SchedulerLimits.max_loaded_runs
+    residence_seconds: float = SchedulerLimits.residence_seconds
+    max_loaded_samplers: int = SchedulerLimits.max_loaded_samplers
     max_concurrent_requests: Annotated[
-        int, Meaning("Most requests held concurrently; users share them, and more are answered 429.", 1)
+        int, Setting("Most requests held concurrently; users share them, and more are answered 429.", 1)
     ] = 20_000
     max_requests_per_address: Annotated[
-        int, Meaning("Most requests of one client address held concurrently; more are answered 429.", 1)
+        int, Setting("Most requests of one client address held concurrently; more are answered 429.", 1)
     ] = 10_000
     max_incoming_bytes: Annotated[
         int,
-        Meaning("Most bytes of request bodies that are arriving; users share them, and more are answered 429.", KIB),
+        Setting("Most bytes of request bodies that are arriving; users share them, and more are answered 429.", KIB),
     ] = 1024 * MIB
     max_decoding_bytes: Annotated[
-        int, Meaning("Most bytes of bodies that are being decompressed and decoded; more are answered 429.", KIB)
+        int, Setting("Most bytes of bodies that are being decompressed and decoded; more are answered 429.", KIB)
     ] = 1024 * MIB
     max_decoding_bytes_per_user: Annotated[
-        int, Meaning("Most of those bytes of one user; the oldest body has room in any case.", KIB)
+        int, Setting("Most of those bytes of one user; the oldest body has room in any case.", KIB)
     ] = 512 * MIB
     decoder_processes: Annotated[
-        int, Meaning("Processes that decode large bodies, started when there is one; a user leaves one to others.", 1)
+        int, Setting("Processes that decode large bodies, started when there is one; a user leaves one to others.", 1)
     ] = 2
-    decoder_seconds: Annotated[float, Meaning("A body that takes longer to decode is given up (503).", 0.1)] = 60.0
+    decoder_seconds: Annotated[float, Setting("A body that takes longer to decode is given up (503).", 0.1)] = 60.0
     decoder_memory_bytes: Annotated[
-        int, Meaning("Most memory of a decoder; a body that needs more is refused (on Linux).", 128 * MIB)
+        int, Setting("Most memory of a decoder; a body that needs more is refused (on Linux).", 128 * MIB)
     ] = 2048 * MIB
-    turn_tokens: Annotated[
-        int, Meaning("Most training tokens of one turn of an engine; 0 takes twice what fits into one pass.", 0)
-    ] = LIMITS.turn_tokens
-    recent_result_bytes: Annotated[int, Meaning("Memory for finished results, besides the database.", 0)] = (
-        LIMITS.recent_result_bytes
-    )
+    turn_tokens: int = SchedulerLimits.turn_tokens
+    recent_result_bytes: int = SchedulerLimits.recent_result_bytes
 
     # Time
-    poll_seconds: Annotated[float, Meaning("Longest time a poll for a result is held.", 0.0)] = 30.0
-    gap_seconds: Annotated[
-        float, Meaning("How long operations wait for a missing seq_id before theirs, until they fail.", 0)
-    ] = LIMITS.gap_seconds
-    stall_seconds: Annotated[
-        float, Meaning("An engine with work that is silent for this long is taken for hung, and replaced.", 1)
-    ] = LIMITS.stall_seconds
-    max_engine_deaths: Annotated[
-        int,
-        Meaning(
-            "A request under way at this many deaths of an engine, or a sample that failed so often, is given up.", 1
-        ),
-    ] = LIMITS.max_engine_deaths
-    heartbeat_flush_seconds: Annotated[float, Meaning("Heartbeats are written together this often.", 0.05)] = 15.0
-    sweep_seconds: Annotated[float, Meaning("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
-    shutdown_seconds: Annotated[float, Meaning("Longest wait for the running batch and snapshots at shutdown.", 0)] = (
+    poll_seconds: Annotated[float, Setting("Longest time a poll for a result is held.", 0.0)] = 30.0
+    gap_seconds: float = SchedulerLimits.gap_seconds
+    stall_seconds: float = SchedulerLimits.stall_seconds
+    max_engine_deaths: int = SchedulerLimits.max_engine_deaths
+    heartbeat_flush_seconds: Annotated[float, Setting("Heartbeats are written together this often.", 0.05)] = 15.0
+    sweep_seconds: Annotated[float, Setting("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
+    shutdown_seconds: Annotated[float, Setting("Longest wait for the running batch and snapshots at shutdown.", 0)] = (
         30.0
     )
 
     # Durability and retention
     durability: Annotated[
         Durability,
-        Meaning("What acknowledged requests survive: the death of any process, or also a loss of power (slower)."),
+        Setting("What acknowledged requests survive: the death of any process, or also a loss of power (slower)."),
     ] = "process"
-    snapshot_seconds: Annotated[
-        float, Meaning("Engine time of a run until its next snapshot: what a replay may take.", 0)
-    ] = LIMITS.snapshot_seconds
-    result_seconds_after_fetch: Annotated[float, Meaning("A result that was fetched is kept this long.", 0)] = (
-        LIMITS.result_seconds_after_fetch
-    )
-    result_seconds: Annotated[float, Meaning("A result that was not fetched is kept this long.", 0)] = (
-        LIMITS.result_seconds
-    )
-    history_seconds: Annotated[float, Meaning("The record of a finished request is kept this long.", 0)] = (
-        LIMITS.history_seconds
-    )
-    ephemeral_samplers_per_run: Annotated[
-        int, Meaning("The newest unnamed samplers of a run, which are kept in any case.", 1)
-    ] = LIMITS.ephemeral_samplers_per_run
-    sampler_idle_seconds: Annotated[
-        float, Meaning("Other unnamed samplers are kept this long after their last use.", 0)
-    ] = LIMITS.sampler_idle_seconds
-    ephemeral_seconds: Annotated[
-        float, Meaning("The newest unnamed samplers, too, are kept no longer than this after their last use.", 0)
-    ] = LIMITS.ephemeral_seconds
-    run_seconds: Annotated[float, Meaning("A run without requests keeps its state this long.", 0)] = LIMITS.run_seconds
-    download_seconds: Annotated[float, Meaning("How long a signed download URL works.", 1)] = 3600.0
+    snapshot_seconds: float = SchedulerLimits.snapshot_seconds
+    result_seconds_after_fetch: float = SchedulerLimits.result_seconds_after_fetch
+    result_seconds: float = SchedulerLimits.result_seconds
+    history_seconds: float = SchedulerLimits.history_seconds
+    ephemeral_samplers_per_run: int = SchedulerLimits.ephemeral_samplers_per_run
+    sampler_idle_seconds: float = SchedulerLimits.sampler_idle_seconds
+    ephemeral_seconds: float = SchedulerLimits.ephemeral_seconds
+    run_seconds: float = SchedulerLimits.run_seconds
+    download_seconds: Annotated[float, Setting("How long a signed download URL works.", 1)] = 3600.0
 
     def __post_init__(self) -> None:
-        for name, meaning in MEANINGS.items():
+        for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if meaning.least is not None and not meaning.least <= value < float("inf"):  # nan is refused too
-                raise ValueError(f"{name} is {value!r}; at least {meaning.least:g} is accepted")
+            if setting.minimum is not None and not setting.minimum <= value < float("inf"):  # nan is refused too
+                raise ValueError(f"{name} is {value!r}; at least {setting.minimum:g} is accepted")
         if self.max_incoming_bytes < 2 * self.max_body_bytes:
             raise ValueError(
                 f"max_incoming_bytes is {self.max_incoming_bytes!r}; at least {2 * self.max_body_bytes}, twice"
@@ -322,23 +271,13 @@ class Settings:
         return found
 
     def scheduler_limits(self) -> SchedulerLimits:
-        """The settings that the scheduler has, under the same names."""
-        shared = [item.name for item in fields(SchedulerLimits) if item.name in TYPES]
-        return SchedulerLimits(**{name: getattr(self, name) for name in shared})
+        """Return the settings of the scheduler."""
+        return SchedulerLimits(**{item.name: getattr(self, item.name) for item in fields(SchedulerLimits)})
 
     def _engine_config(self, source: str) -> EngineConfig:
-        return EngineConfig(
-            model=source,
-            device=self.device,
-            dtype=self.dtype,
-            num_threads=self.num_threads,
-            memory_bytes=self.memory_bytes,
-            max_context=self.max_context,
-            token_budget=self.token_budget,
-            max_sampling_rows=self.max_sampling_rows,
-            max_image_pixels=self.max_image_pixels,
-            cache_directory=self.cache_directory,
-        )
+        """Return the settings of one engine: those that have the same name here."""
+        shared = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name in TYPES}
+        return EngineConfig(model=source, **shared)
 
 
 def served_name(name: str) -> str:
@@ -355,7 +294,8 @@ def redacted_url(url: str) -> str:
     return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
 
 
-TYPES: dict[str, Any] = get_type_hints(Settings)
-MEANINGS: dict[str, Meaning] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
-}
+_HINTS = get_type_hints(Settings)
+TYPES: dict[str, Any] = {name: _HINTS[name] for name in Settings.__annotations__}
+"""The type of each setting, in the order of the documents."""
+_ANNOTATED = get_type_hints(Settings, include_extras=True) | get_type_hints(SchedulerLimits, include_extras=True)
+SETTINGS: dict[str, Setting] = {name: _ANNOTATED[name].__metadata__[0] for name in TYPES}

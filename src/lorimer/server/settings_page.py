@@ -4,7 +4,7 @@ import sys
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin
 
-from lorimer.server.settings import MEANINGS, TYPES, Settings
+from lorimer.server.settings import SETTINGS, TYPES, Settings
 
 SECTIONS = {
     "models": "What is served, and where",
@@ -44,7 +44,8 @@ each value comes from. This page is generated from the code.
 def settings_page() -> str:
     """The page, as Markdown."""
     lines = [INTRODUCTION.rstrip()]
-    for item in fields(Settings):
+    declared = {item.name: item for item in fields(Settings)}
+    for item in map(declared.__getitem__, TYPES):
         if item.name in SECTIONS:
             lines += ["", f"## {SECTIONS[item.name]}", "", *NOTES.get(item.name, [])]
             lines += ["| setting | default | meaning |", "|---|---|---|"]
@@ -62,7 +63,7 @@ def default_text(item: Field[Any]) -> str:
 def meaning_text(name: str) -> str:
     choices = get_args(TYPES[name]) if get_origin(TYPES[name]) is Literal else ()
     listed = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-    return MEANINGS[name].text.replace("|", "\\|") + listed
+    return SETTINGS[name].text.replace("|", "\\|") + listed
 
 
 if __name__ == "__main__":
