@@ -31,7 +31,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_IN_FUNCTIONS = {
     "cli": {"server", "models", "cookbook", "recipes"},
-    "client": {"server.app", "server.sources"},
+    "client": {"server.app", "server.setting_sources"},
 }
 """On top of the above, where a module is loaded only when it is needed: to serve, to export, to embed a server."""
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
@@ -196,8 +196,8 @@ PLANTED = {
     "the server at the top of the cli": ("cli/a.py", "from lorimer.server import x", "imports lorimer.server.x"),
     "the engine in a model's source": (
         "models/sources.py",
-        "from lorimer.engine.model.base import x",
-        "imports lorimer.engine.model.base.x",
+        "from lorimer.engine.model.base_model import x",
+        "imports lorimer.engine.model.base_model.x",
     ),
     "an export in the engine": (
         "engine/a.py",
@@ -230,7 +230,7 @@ ALLOWED = {
     "the server's types in the cli": ("cli/a.py", "if TYPE_CHECKING:\n    from lorimer.server.app import App"),
     "root names in recipes": ("recipes/a.py", "import lorimer\nfrom lorimer import Datum"),
     "torch in the engine": ("engine/a.py", "import torch"),
-    "the engine's model in an export": ("models/export/a.py", "from lorimer.engine.model.base import x"),
+    "the engine's model in an export": ("models/export/a.py", "from lorimer.engine.model.base_model import x"),
     "a name that only begins alike": ("store/a.py", "import torchlike, lorimer_tools"),
 }
 
@@ -267,3 +267,52 @@ def test_checker_follows_imports_to_torch(tmp_path, files, chain):
 def test_checker_survives_import_cycles(tmp_path):
     plant(tmp_path, {"engine/process.py": "from . import config", "engine/config.py": "from . import process"})
     assert ways_to_torch("lorimer.engine.process", tmp_path) == []
+
+
+CONCERNS = {
+    "admin": "what an administrator asks of a server",
+    "auth": "who a request comes from",
+    "backup": "copying a running server",
+    "chat": "conversations with a model",
+    "checkpoints": "named, persisted weights of a run",
+    "clients": "what an SDK asks when it starts",
+    "compression": "of bodies",
+    "connection": "to a server",
+    "custom_loss": "losses that clients upload",
+    "datums": "training examples made of something else",
+    "demo": "the first three minutes",
+    "errors": "exceptions, and how they are shown",
+    "export": "checkpoints in other formats",
+    "futures": "pending results",
+    "images": "in inputs of a model",
+    "keys": "API keys",
+    "metrics": "numbers of a run, over its steps",
+    "optim": "optimisers and their parameters",
+    "overview": "how a server is doing",
+    "polling": "waiting for pending results",
+    "progress": "shown on a terminal",
+    "results": "of operations and samples",
+    "retention": "what is deleted when",
+    "runs": "adapters being trained",
+    "sampling": "tokens from a model",
+    "schemas": "requests and answers of a compatible API",
+    "service": "the way to a server",
+    "sessions": "client programs",
+    "settings": "of a server",
+    "stops": "what ends a sequence",
+    "telemetry": "of SDKs",
+    "tokenizers": "files of a base model's tokenizer",
+    "tools": "calls that a model makes",
+    "training": "operations that train a run",
+    "usage": "tokens and checkpoints, counted",
+}
+"""File names that several packages have, and the one concern that each of them means everywhere."""
+
+
+def test_a_file_name_means_one_concern():
+    """A name that comes to recur is renamed, or gets its line above."""
+    folders: dict[str, set[str]] = {}
+    for path in (SRC / "lorimer").rglob("*.py"):
+        if not path.stem.startswith("__") and "migrations" not in path.parts:
+            folders.setdefault(path.stem, set()).add(path.parent.relative_to(SRC).as_posix())
+    assert {name for name, found in folders.items() if len(found) > 1} == set(CONCERNS)

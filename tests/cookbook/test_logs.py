@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lorimer.cookbook import console
+from lorimer.cookbook import progress
 from lorimer.cookbook.logs import open_log, read_metrics
 from lorimer.errors import InvalidInput
 
@@ -55,7 +55,7 @@ def test_lines_where_there_is_no_terminal(log_dir, capsys):
 
 def test_live_display_on_a_terminal():
     terminal = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
-    live = console.LiveConsole(terminal, total_steps=4, resume_step=1)
+    live = progress.LiveConsole(terminal, total_steps=4, resume_step=1)
     live.log({"loss": 1.25, "num_tokens": 1000}, 1)
     live.log({"loss": 0.75, "num_tokens": 1000}, 2)
     live.close()

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.adapters.lora import ALPHA, LoraTarget
 from lorimer.engine.messages import Datum, ForwardBackward, LoraConfig, OptimizerConfig
-from lorimer.engine.model.base import BaseModel, register_implementations
+from lorimer.engine.model.base_model import BaseModel, register_implementations
 from lorimer.engine.model.device import Device
 from lorimer.engine.validation import check_operation
 from lorimer.models.debug import tiny_model

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lorimer.engine.connection import Connection
+from lorimer.engine.channel import Connection
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorimer.engine.messages import Done, Failed, SampleRequest, SamplingParams
-from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.model.base_model import load_tokenizer
 from lorimer.engine.sampling.constraints import Grammars
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.errors import InvalidInput, Unsupported

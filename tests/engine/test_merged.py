@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lorimer.engine.adapters.adapters import snapshot
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.device import Device
 from lorimer.engine.sampling.merged import PATIENCE, MergedAdapter
 from tests.engine.reference import DENSE, MOE, make_adapter, open_pair

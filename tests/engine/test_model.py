@@ -6,7 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lorimer.engine.model.base import BaseModel, eos_token_ids, load_model, load_tokenizer, register_implementations
+from lorimer.engine.model.base_model import (
+    BaseModel,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    register_implementations,
+)
 from lorimer.engine.model.device import Device
 from lorimer.errors import ModelRefused
 from lorimer.models.debug import make_debug_model, tiny_config, tiny_model

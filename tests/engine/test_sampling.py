@@ -6,7 +6,7 @@ import torch
 
 from lorimer.engine.adapters.adapters import snapshot
 from lorimer.engine.messages import Datum, Done, SampleProgress, SampleRequest, SamplingParams
-from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.model.base_model import load_tokenizer
 from lorimer.engine.sampling.kv_cache import BLOCK
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.engine.training.trainer import Trainer, TrainItem

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.model.base_model import load_tokenizer
 from lorimer.engine.sampling.stops import Stop
 from lorimer.errors import InvalidInput
 from lorimer.models.debug import make_debug_model

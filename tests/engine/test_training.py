@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorimer.engine.model.base import BaseModel, register_implementations
+from lorimer.engine.model.base_model import BaseModel, register_implementations
 from lorimer.engine.model.device import Device
 from lorimer.engine.training.custom_loss import CustomLoss
 from lorimer.engine.training.trainer import Trainer, TrainItem

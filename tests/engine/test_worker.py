@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorimer.engine.connection import Connection
+from lorimer.engine.channel import Connection
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import (
     Cancel,

@@ -5,7 +5,7 @@ import logging
 from io import StringIO
 
 from lorimer.server.hosts import HostRule, is_same_origin
-from lorimer.server.logs import configure_logs, remove_logs
+from lorimer.server.log_format import configure_logs, remove_logs
 from lorimer.server.settings import Settings
 from lorimer.types.compression import decompress
 

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from lorimer.server.logs import configure_logs, remove_logs
+from lorimer.server.log_format import configure_logs, remove_logs
 
 SECRETS = {
     "key": "tml-" + "aB3" * 14,

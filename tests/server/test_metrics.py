@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorimer.scheduler.stats import QueuedRequests, SchedulerStats
-from lorimer.server.metrics import MAX_USERS, OTHERS, Metrics
+from lorimer.server.prometheus import MAX_USERS, OTHERS, Metrics
 from lorimer.store.users import User
 from lorimer.store.values import utc_now
 

@@ -10,9 +10,9 @@ import pytest
 from lorimer.engine.config import EngineConfig
 from lorimer.errors import InvalidInput
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.server.setting_sources import as_toml, load_settings, plain
 from lorimer.server.settings import SETTINGS, TYPES, Settings
 from lorimer.server.settings_page import settings_page
-from lorimer.server.sources import as_toml, load_settings, plain
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 
 from datetime import UTC, date, datetime, timedelta
 
-from lorimer.store import audit, blobs, idempotency, losses, telemetry, usage
+from lorimer.store import audit, blobs, custom_loss, idempotency, telemetry, usage
 from lorimer.store.values import utc_now
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -11,12 +11,12 @@ NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 def test_a_loss_is_kept_once(store, session):
     payload = bytes(blobs.INLINE_BYTES + 1)
     values = {"loss_id": "l1", "session_id": session.session_id, "user_id": session.user_id, "name": "mine"}
-    first = store.write_now(losses.add_loss, **values, payload=payload)
-    assert store.write_now(losses.add_loss, **values, payload=b"other") == first
-    assert store.read_now(losses.get_loss, "l1") == first
+    first = store.write_now(custom_loss.add_loss, **values, payload=payload)
+    assert store.write_now(custom_loss.add_loss, **values, payload=b"other") == first
+    assert store.read_now(custom_loss.get_loss, "l1") == first
     assert first.payload == payload
-    assert store.read_now(losses.count_losses, session.session_id) == 1
-    assert store.read_now(losses.get_loss, "unknown") is None
+    assert store.read_now(custom_loss.count_losses, session.session_id) == 1
+    assert store.read_now(custom_loss.get_loss, "unknown") is None
 
 
 def item(minutes, amount, kind="training", **more):

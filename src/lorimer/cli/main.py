@@ -104,7 +104,7 @@ def serve(
     from rich.console import Console
 
     from lorimer.server.banner import Banner
-    from lorimer.server.logs import configure_logs
+    from lorimer.server.log_format import configure_logs
     from lorimer.server.serve import run
 
     configure_logs(settings.log_format, settings.log_level)
@@ -143,7 +143,7 @@ def config(
     """Print the effective configuration as TOML, and where each value comes from."""
     effective = effective_settings({"data": data, "database": database}, file, set_)
 
-    from lorimer.server.sources import as_toml, plain
+    from lorimer.server.setting_sources import as_toml, plain
 
     if output is Format.json:
         values = plain(effective.settings)

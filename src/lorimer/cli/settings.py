@@ -10,7 +10,7 @@ import typer
 from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from lorimer.server.sources import Effective
+    from lorimer.server.setting_sources import Effective
 
 DataOption = Annotated[Path | None, typer.Option("--data", help="Directory of the database and the weights.")]
 DatabaseOption = Annotated[str | None, typer.Option("--database", help="URL of a PostgreSQL database.")]
@@ -22,7 +22,7 @@ SetOption = Annotated[
 
 def effective_settings(flags: Mapping[str, object], config: Path | None, pairs: list[str] | None) -> "Effective":
     """Flags that were given, ``--set`` pairs, the environment and the file."""
-    from lorimer.server.sources import load_settings
+    from lorimer.server.setting_sources import load_settings
 
     given = {name: value for name, value in flags.items() if value is not None}
     for pair in pairs or []:

@@ -155,7 +155,7 @@ class EmbeddedService:
 def _server() -> tuple[Any, Any]:
     try:
         app = importlib.import_module("lorimer.server.app")
-        sources = importlib.import_module("lorimer.server.sources")
+        sources = importlib.import_module("lorimer.server.setting_sources")
     except ImportError as error:
         raise TinkerError(
             "no base_url is given, and the service cannot run in this process because a package is missing "

@@ -15,7 +15,7 @@ from typing import Any
 
 import lorimer
 from lorimer import RestClient, ServiceClient, TrainingClient
-from lorimer.cookbook.console import say
+from lorimer.cookbook.progress import say
 from lorimer.errors import CheckpointError, InvalidInput
 
 FILE_NAME = "checkpoints.jsonl"

@@ -101,7 +101,7 @@ def _open_sink(
     if name == "jsonl":
         return JsonlSink(directory / METRICS_FILE, resume_step)
     if name == "console":
-        from lorimer.cookbook.console import open_console
+        from lorimer.cookbook.progress import open_console
 
         return open_console(total_steps, resume_step)
     if name == "server":

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lorimer import ServiceClient
-from lorimer.cookbook.console import say
+from lorimer.cookbook.progress import say
 from lorimer.cookbook.service import open_service
 from lorimer.errors import InvalidInput
 from lorimer.terminal import command

@@ -35,7 +35,7 @@ from lorimer.engine.messages import (
     StepResult,
     TrainResult,
 )
-from lorimer.engine.model.base import eos_token_ids, load_model, load_tokenizer
+from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
 from lorimer.engine.model.device import open_device, used_bytes
 from lorimer.engine.model.memory import find_token_budget
 from lorimer.engine.model.vision import ReadImage, SequenceImages

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from lorimer.engine.channel import Connection
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.connection import Connection
 from lorimer.engine.messages import (
     Cancel,
     Command,

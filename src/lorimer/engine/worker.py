@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from lorimer.engine.channel import Connection
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.connection import Connection
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import (
     Cancel,

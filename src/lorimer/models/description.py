@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets, shapes
-from lorimer.engine.model.base import longest_context, refuse_unpackable
+from lorimer.engine.model.base_model import longest_context, refuse_unpackable
 from lorimer.errors import ModelRefused
 from lorimer.models.export.merging import empty_model, is_tied, stored_tensors
 

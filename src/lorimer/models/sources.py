@@ -2,8 +2,8 @@
 
 A reference is looked up, in this order, as a local directory, a `.gguf` file, an alias, a hub id in the local hub
 cache, and a hub id on the hub. Only safetensors are accepted and no code that comes with a model is ever run. Created
-and converted models are kept in Lorimer's own cache. `engine/model/base.py` loads the directory; torch is imported here
-only when a model has to be created or converted.
+and converted models are kept in Lorimer's own cache. `engine/model/base_model.py` loads the directory; torch is
+imported here only when a model has to be created or converted.
 """
 
 import difflib

@@ -27,9 +27,9 @@ from lorimer.errors import (
 )
 from lorimer.scheduler import events, journal, policies, restoring, snapshots
 from lorimer.scheduler.batching import Turn
+from lorimer.scheduler.custom_loss import LossChecks
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.losses import LossChecks
 from lorimer.scheduler.payloads import AnyPayload, Load, OptimStep, Save, SaveEphemeral, decode_payload
 from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState
 from lorimer.scheduler.samples import Sample, Sampling

@@ -17,11 +17,11 @@ from lorimer.engine.messages import ModelInfo, SampleProgress
 from lorimer.errors import Busy, EngineError, LorimerError, StorageError
 from lorimer.scheduler import events, journal
 from lorimer.scheduler.core import Core
+from lorimer.scheduler.custom_loss import register_command
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.events import Effect, Event, OperationReply, Replied
 from lorimer.scheduler.inbox import Inbox
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.losses import register_command
 from lorimer.scheduler.manifests import is_whole
 from lorimer.scheduler.payloads import CreateLoss, decode_payload
 from lorimer.scheduler.results import Results

@@ -22,7 +22,19 @@ from lorimer.scheduler.manifests import read_files
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral, decode_payload
 from lorimer.scheduler.runs import MISSING, Flight, Journal, Operation, Outcome, needs_payload
 from lorimer.scheduler.translate import wire_sample_response, wire_training_output
-from lorimer.store import audit, checkpoints, futures, losses, metrics, quotas, runs, samplers, sessions, usage, weights
+from lorimer.store import (
+    audit,
+    checkpoints,
+    custom_loss,
+    futures,
+    metrics,
+    quotas,
+    runs,
+    samplers,
+    sessions,
+    usage,
+    weights,
+)
 from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.runs import Run
 from lorimer.store.sessions import Session
@@ -128,7 +140,7 @@ class AcceptLoss(Transaction):
 
     def apply(self, c: Connection) -> tuple[FutureRow, bool]:
         row, is_new = Accept(self.operation).apply(c)
-        if is_new and losses.count_losses(c, self.operation.session_id) >= self.max_losses:
+        if is_new and custom_loss.count_losses(c, self.operation.session_id) >= self.max_losses:
             raise TooLarge(f"the session has {self.max_losses} custom losses, which is the most that is accepted")
         return row, is_new
 
@@ -211,7 +223,7 @@ class ReadJournal(Transaction):
             return None
         rows = futures.journal(c, self.model_id, max(run.resume_seq, 0))
         found = payloads(c, [row.request_id for row in rows if needs_payload(row)])
-        graphs = [loss.payload for loss in losses.losses_of_session(c, run.session_id)]
+        graphs = [loss.payload for loss in custom_loss.losses_of_session(c, run.session_id)]
         return Journal(run, rows, found, _creation(c, run) if run.resume_name is None else None, graphs)
 
 
@@ -471,7 +483,7 @@ class FinishLoss(Transaction):
 
     def apply(self, c: Connection) -> Outcome:
         operation, payload = self.operation, self.payload
-        losses.add_loss(
+        custom_loss.add_loss(
             c,
             loss_id=payload.loss_id,
             session_id=operation.session_id,

@@ -20,10 +20,10 @@ from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo
 from lorimer.errors import Busy, Gone, InvalidInput, NotFound, Unsupported
 from lorimer.scheduler import events, journal, payloads
+from lorimer.scheduler.custom_loss import check_loss_id, loss_id
 from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.losses import check_loss_id, loss_id
 from lorimer.scheduler.recovery import recover, take_up
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.retention import sweep

@@ -28,7 +28,7 @@ from lorimer.server.decoders import Decoders
 from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exception
 from lorimer.server.guard import Guard
 from lorimer.server.live_sessions import LiveSessions
-from lorimer.server.metrics import Metrics
+from lorimer.server.prometheus import Metrics
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer

@@ -22,7 +22,7 @@ from lorimer.server.credentials import Credentials
 from lorimer.server.decoders import Decoders
 from lorimer.server.errors import error_response
 from lorimer.server.live_sessions import LiveSessions
-from lorimer.server.metrics import Metrics
+from lorimer.server.prometheus import Metrics
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.store import sessions

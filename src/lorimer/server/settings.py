@@ -1,7 +1,7 @@
 """Every setting of the server: its name, type, default and meaning, in one frozen dataclass.
 
 The same names are flags of ``lorimer serve``, keys of the TOML file and, in capitals after ``LORIMER_``, environment
-variables. ``sources.py`` reads them from there; ``docs/configuration.md`` is made from this module.
+variables. ``setting_sources.py`` reads them from there; ``docs/configuration.md`` is made from this module.
 """
 
 import ipaddress

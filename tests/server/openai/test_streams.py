@@ -89,8 +89,8 @@ def test_headers_are_those_of_a_stream(http):
 
 
 async def test_a_stream_waits_for_its_engine_and_tells_when_that_dies(tmp_path, monkeypatch):
-    monkeypatch.setattr("lorimer.server.openai.events.FIRST_SECONDS", 0.05)
-    monkeypatch.setattr("lorimer.server.openai.events.KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("lorimer.server.openai.sse.FIRST_SECONDS", 0.05)
+    monkeypatch.setattr("lorimer.server.openai.sse.KEEP_ALIVE_SECONDS", 0.05)
     app = create_app(Settings(models=("lorimer/debug",), data=tmp_path / "data", num_threads=1, dtype="float32"))
     body = {"model": "lorimer/debug", "prompt": "a", "max_tokens": 400, "n": 64, "stream": True, "logprobs": 0}
     async with (

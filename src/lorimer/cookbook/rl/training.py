@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 from lorimer import SamplingClient, ServiceClient
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
-from lorimer.cookbook.console import say
 from lorimer.cookbook.evaluation import Evaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, open_log
 from lorimer.cookbook.loops import Training
+from lorimer.cookbook.progress import say
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
 from lorimer.cookbook.rl.metrics import SignalWatch, rollout_metrics, staleness_metrics

@@ -5,7 +5,7 @@ Legend: T tokens of the pass, H query heads, K key/value heads, G = H / K, N seq
 ``packed_attention`` is what transformers calls instead of its own kernels. In training it goes block by block of
 query rows over each sequence (several short ones together) and recomputes the probabilities in the backward pass,
 so nothing of size L x L is kept. In sampling it hands over to the key/value cache. Sliding windows, soft-caps and
-attention sinks are honoured; anything else a model passes is refused when it is loaded (``base.py``).
+attention sinks are honoured; anything else a model passes is refused when it is loaded (``base_model.py``).
 """
 
 from dataclasses import dataclass

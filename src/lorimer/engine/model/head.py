@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters
 from lorimer.engine.training.batch import AdapterSlice
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.model.attention import group_sequences
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.training.batch import AdapterSlice, Pass
 
 MIN_BUDGET, MAX_BUDGET = 256, 2048

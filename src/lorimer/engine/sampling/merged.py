@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorimer.engine.adapters.adapters import FrozenAdapter
 from lorimer.engine.adapters.lora import LoraTarget
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, pack
 from lorimer.engine.training.batch import AdapterSlice, MergedMatrices
 

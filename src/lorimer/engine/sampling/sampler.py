@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lorimer.engine.adapters.adapters import FrozenAdapter
 from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import Placement, SequenceImages
 from lorimer.engine.sampling.constraints import Constraint, Grammars

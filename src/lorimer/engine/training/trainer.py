@@ -15,7 +15,7 @@ from torch import Tensor
 from lorimer.engine.adapters.adapters import Adapter, Pairs
 from lorimer.engine.messages import TrainResult
 from lorimer.engine.model.attention import group_sequences
-from lorimer.engine.model.base import BaseModel
+from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.experts import balance_metrics
 from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import Placement, SequenceImages

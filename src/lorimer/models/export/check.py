@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lorimer.engine.model.attention import group_sequences
-from lorimer.engine.model.base import load_model
+from lorimer.engine.model.base_model import load_model
 from lorimer.engine.model.device import Device, free_bytes
 from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import model_class

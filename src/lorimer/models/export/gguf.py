@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
-from lorimer.engine.model.base import load_tokenizer
+from lorimer.engine.model.base_model import load_tokenizer
 from lorimer.errors import CheckpointError, InvalidInput, LorimerError, ModelRefused
 from lorimer.models.export import llama_cpp
 from lorimer.models.export.check import Allowed, compare_parameters, logprobs, open_model, random_sequences

@@ -12,7 +12,7 @@ from lorimer import types
 from lorimer.errors import InvalidInput
 from lorimer.server.context import context_of, user_of, user_quotas
 from lorimer.server.openapi import Endpoint
-from lorimer.server.routes.limits import text_metadata
+from lorimer.server.routes.field_checks import text_metadata
 from lorimer.server.routes.ownership import quote_id
 from lorimer.server.routes.queries import query_moment, query_text, query_word
 from lorimer.server.routes.replies import reply

@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lorimer.server.anthropic import messages
+from lorimer.server.anthropic import mapping
 from lorimer.server.anthropic.schemas import CountRequest, MessagesRequest
 from lorimer.server.context import context_of
 from lorimer.server.foreign_errors import anthropic_error
 from lorimer.server.openai import chat
-from lorimer.server.openai.events import Event, stream
+from lorimer.server.openai.disconnects import Reader
 from lorimer.server.openai.parameters import read_parameters
-from lorimer.server.openai.reader import Reader
+from lorimer.server.openai.sse import Event, stream
 from lorimer.server.routes.replies import reply
 
 PREFIX = "/anthropic/api/v1"
@@ -23,19 +23,19 @@ PREFIX = "/anthropic/api/v1"
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation."""
     body = await read_parameters(request, MessagesRequest)
-    chat_body = messages.chat_request(body)
+    chat_body = mapping.chat_request(body)
     with Reader(request) as reader:
         job = await reader.wait(chat.prepare(request, chat_body))
         if body.stream:
-            return await stream(reader, messages.events(request, job), show_error)
-        return reply(await reader.wait(messages.answer(request, job)))
+            return await stream(reader, mapping.events(request, job), show_error)
+        return reply(await reader.wait(mapping.answer(request, job)))
 
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     body = await read_parameters(request, CountRequest)
     with Reader(request) as reader:
-        return reply(await reader.wait(messages.count(request, body)))
+        return reply(await reader.wait(mapping.count(request, body)))
 
 
 async def list_models(request: Request) -> Response:

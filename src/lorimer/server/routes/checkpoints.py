@@ -13,7 +13,7 @@ from lorimer.server.bodies import decode
 from lorimer.server.context import context_of, sdk_of, user_of
 from lorimer.server.errors import Refusal
 from lorimer.server.openapi import Endpoint
-from lorimer.server.routes.limits import check_text, check_ttl
+from lorimer.server.routes.field_checks import check_text, check_ttl
 from lorimer.server.routes.ownership import (
     accessible_run,
     find_checkpoint,

@@ -17,7 +17,7 @@ from lorimer.server.context import context_of
 from lorimer.server.data_checks import check_count
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
-from lorimer.server.routes.limits import MAX_SEQ_ID
+from lorimer.server.routes.field_checks import MAX_SEQ_ID
 from lorimer.server.routes.ownership import find_run, quote_id
 from lorimer.server.routes.queries import MAX_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply

@@ -16,10 +16,10 @@ from lorimer.errors import NotFound
 from lorimer.server.context import context_of, user_of
 from lorimer.server.foreign_errors import openai_error
 from lorimer.server.openai import chat, completions
-from lorimer.server.openai.events import DONE, Event, stream
+from lorimer.server.openai.disconnects import Reader
 from lorimer.server.openai.parameters import read_parameters
-from lorimer.server.openai.reader import Reader
 from lorimer.server.openai.schemas import ChatRequest, CompletionRequest
+from lorimer.server.openai.sse import DONE, Event, stream
 from lorimer.server.routes.ownership import find_checkpoint, quote_id
 from lorimer.server.routes.replies import reply
 from lorimer.store import checkpoints

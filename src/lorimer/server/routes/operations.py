@@ -21,7 +21,7 @@ from lorimer.server.context import Context, context_of, user_of
 from lorimer.server.decoding import parse_json, validate
 from lorimer.server.errors import status_of
 from lorimer.server.openapi import JSON, Endpoint
-from lorimer.server.routes.limits import MAX_SEQ_ID, check_seq_id
+from lorimer.server.routes.field_checks import MAX_SEQ_ID, check_seq_id
 from lorimer.server.routes.ownership import find_trainable, is_id
 from lorimer.store import runs
 from lorimer.store.runs import Run

@@ -10,8 +10,8 @@ from lorimer.server.body_limits import sample_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.decoding import DecodeSample, SampleHead, sample_request
 from lorimer.server.openapi import Endpoint
+from lorimer.server.routes.field_checks import check_text
 from lorimer.server.routes.images import admit_images
-from lorimer.server.routes.limits import check_text
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import find_sampler, find_session, find_weights, quote_id
 from lorimer.server.routes.replies import promise, reply

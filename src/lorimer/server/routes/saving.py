@@ -6,7 +6,7 @@ from starlette.responses import Response
 from lorimer import types
 from lorimer.errors import InvalidInput
 from lorimer.server.routes.encryption import recipients_metadata
-from lorimer.server.routes.limits import check_metadata, check_ttl
+from lorimer.server.routes.field_checks import check_metadata, check_ttl
 from lorimer.server.routes.operations import operation, submit_endpoint
 from lorimer.server.routes.replies import promise
 from lorimer.types.paths import check_name

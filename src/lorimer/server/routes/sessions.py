@@ -13,7 +13,7 @@ from lorimer.server.bodies import decode
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.addresses import signed_address
-from lorimer.server.routes.limits import check_metadata, check_text, text_metadata
+from lorimer.server.routes.field_checks import check_metadata, check_text, text_metadata
 from lorimer.server.routes.ownership import find_session
 from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_word
 from lorimer.server.routes.replies import done, reply

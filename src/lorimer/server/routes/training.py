@@ -12,13 +12,13 @@ from lorimer.server.body_limits import loss_limits, training_body_limits
 from lorimer.server.context import context_of, user_of
 from lorimer.server.decoding import DecodeTraining, TrainingHead, validate
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
-from lorimer.server.routes.images import admit_images
-from lorimer.server.routes.limits import (
+from lorimer.server.routes.field_checks import (
     check_metadata,
     check_optimizer,
     check_seq_id,
     check_text,
 )
+from lorimer.server.routes.images import admit_images
 from lorimer.server.routes.models import tokenizer_id
 from lorimer.server.routes.operations import consumes_seq_id, operation, parsed_operation, read_json, submit_endpoint
 from lorimer.server.routes.ownership import (

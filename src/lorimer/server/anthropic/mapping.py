@@ -21,9 +21,9 @@ from lorimer.server.anthropic.schemas import (
 )
 from lorimer.server.openai import chat, generating
 from lorimer.server.openai.chat import ChatChoice, ChatJob
-from lorimer.server.openai.events import Event
 from lorimer.server.openai.parameters import BadParameter, check_parameters
 from lorimer.server.openai.schemas import ChatRequest
+from lorimer.server.openai.sse import Event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -6,7 +6,7 @@ import pytest
 from lorimer import types
 from lorimer.errors import InvalidInput, TooLarge, Unsupported
 from lorimer.server import data_checks
-from lorimer.server.routes import limits
+from lorimer.server.routes import field_checks
 from lorimer.server.settings import Settings
 from lorimer.types import optim as optim_types
 from lorimer.types import training as training_types
@@ -81,19 +81,19 @@ def test_sample_beyond_limits_is_refused(request_, words):
 
 
 def test_texts_and_metadata_have_limits():
-    limits.check_text(SETTINGS, name="x" * 64, other=None)
+    field_checks.check_text(SETTINGS, name="x" * 64, other=None)
     with pytest.raises(TooLarge, match="length of name is 65; at most 64"):
-        limits.check_text(SETTINGS, name="x" * 65)
+        field_checks.check_text(SETTINGS, name="x" * 65)
     with pytest.raises(InvalidInput, match="name holds a NUL"):
-        limits.check_text(SETTINGS, name="a\0b")
-    limits.check_metadata(SETTINGS, {"k": "x" * 50})
+        field_checks.check_text(SETTINGS, name="a\0b")
+    field_checks.check_metadata(SETTINGS, {"k": "x" * 50})
     with pytest.raises(TooLarge, match="user_metadata in bytes is 68; at most 64"):
-        limits.check_metadata(SETTINGS, {"k": "x" * 60})
+        field_checks.check_metadata(SETTINGS, {"k": "x" * 60})
 
 
 def test_metadata_comes_back_as_text():
     given = {"text": "a", "int": 1, "float": 0.5, "none": None, "yes": True, "list": [1, {"a": "b"}]}
-    assert limits.text_metadata(given) == {
+    assert field_checks.text_metadata(given) == {
         "text": "a",
         "int": "1",
         "float": "0.5",
@@ -101,7 +101,7 @@ def test_metadata_comes_back_as_text():
         "yes": "true",
         "list": '[1,{"a":"b"}]',
     }
-    assert limits.text_metadata(None) is None
+    assert field_checks.text_metadata(None) is None
 
 
 def test_names_of_losses_and_optimizers_are_those_the_engine_has():

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from lorimer.errors import LorimerError
 from lorimer.server.errors import answer_error
-from lorimer.server.openai.reader import Reader, shutting_down
+from lorimer.server.openai.disconnects import Reader, shutting_down
 
 FIRST_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 10.0
