@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base_model import (
     BaseModel,
     eos_token_ids,
@@ -14,8 +15,10 @@ from lorimer.engine.model.base_model import (
     register_implementations,
 )
 from lorimer.engine.model.device import Device
+from lorimer.engine.training.batch import Pass
 from lorimer.errors import ModelRefused
 from lorimer.models.debug import make_debug_model, tiny_config, tiny_model
+from pretrain_tiny import BUNDLED
 
 CPU = Device(torch.device("cpu"), torch.float32, 1 << 30)
 SMALL = {
@@ -128,6 +131,22 @@ def test_a_directory_opens_in_either_precision(tmp_path):
         assert model.head.weight.dtype == dtype
         assert model.name == "debug"
     assert isinstance(load_tokenizer(tmp_path), type(AutoTokenizer.from_pretrained(tmp_path)))
+
+
+def test_the_bundled_model_opens_in_either_precision():
+    """It is pretrained: its log probabilities are large, and bfloat16 rounds them visibly, on both sides."""
+    device = torch.device("cpu")
+    wide, narrow = (
+        load_model(BUNDLED, Device(device, dtype, 1 << 30), "tiny") for dtype in (torch.float32, torch.bfloat16)
+    )
+    tokens = torch.arange(20) * 3 % wide.vocab_size
+    logprobs = []
+    with torch.no_grad():
+        for model in (wide, narrow):
+            groups = group_sequences([len(tokens)], [0])
+            hidden = model.hidden(tokens, torch.arange(len(tokens)), Pass([], groups=groups))
+            logprobs.append(model.logit_map.apply_(model.head.multiply(hidden).float()).log_softmax(-1))
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.1
 
 
 def test_a_directory_that_holds_no_causal_language_model_is_refused(tmp_path):

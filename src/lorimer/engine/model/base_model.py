@@ -35,7 +35,9 @@ from lorimer.errors import InvalidInput, ModelRefused
 
 IMPLEMENTATION = "lorimer"
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+_TOLERANCE = {torch.float32: (2e-3, 2e-3), torch.bfloat16: (0.75, 0.12)}
+"""Maximum and mean difference of log probabilities from the model's own forward, which rounds as well: in bfloat16 that
+of ``lorimer/tiny`` differs from its float32 by up to 0.28, by 0.05 in the mean, and ours by 0.16 and 0.03."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +182,20 @@ class BaseModel:
         raw = self.head.multiply(hidden).float()
         self.logit_map = _find_logit_map(raw, reference, self.config)
         pairs = ((raw, reference), (cached, reference[lengths[0] - 1 : lengths[0]]))
-        difference = max(
-            (self.logit_map.apply_(ours).log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
-            for ours, theirs in pairs
-        )
-        if not difference <= _TOLERANCE[self.device.dtype]:
+        differences = [
+            (self.logit_map.apply_(ours).log_softmax(-1) - theirs.log_softmax(-1)).abs() for ours, theirs in pairs
+        ]
+        difference = max(one.max().item() for one in differences)
+        if not self._is_close(*differences):
             raise ModelRefused(
                 f"{self.architecture} cannot be packed: sequences computed together differ from each computed"
                 f" alone by {difference:.3g} in log probability. It uses something besides causal attention over"
                 " positions (a recurrent state, a mask or an attention function of its own)."
             )
+
+    def _is_close(self, *differences: Tensor) -> bool:
+        maximum, mean = _TOLERANCE[self.device.dtype]
+        return all(one.max().item() <= maximum and one.mean().item() <= mean for one in differences)
 
     def _check_images(self, images: SequenceImages, reference: Tensor) -> None:
         """Compare a sequence that has an image with the result of the model's own forward."""
@@ -198,11 +204,11 @@ class BaseModel:
         positions = torch.arange(len(tokens), device=tokens.device)
         hidden = self.hidden(tokens, positions, Pass([], groups=groups), [Placement(images, 0, 0, len(tokens))])
         logits = self.logit_map.apply_(self.head.multiply(hidden).float())
-        difference = (logits.log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
-        if not difference <= _TOLERANCE[self.device.dtype]:
+        differences = (logits.log_softmax(-1) - reference.log_softmax(-1)).abs()
+        if not self._is_close(differences):
             raise ModelRefused(
                 f"{self.architecture} cannot be served: a sequence with an image differs from the model's own forward"
-                f" by {difference:.3g} in log probability"
+                f" by {differences.max().item():.3g} in log probability"
             )
 
     def _hidden_by_cache(self, tokens: Tensor) -> Tensor:
