@@ -4,9 +4,9 @@
     ├── InvalidInput        what the caller sent cannot be done; the message names the field and what is accepted
     │   ├── Unsupported     a thing Tinker has and Lorimer does not, refused by its name
     │   ├── TooLarge        more bytes, tokens or items than the limit the message names
-    │   ├── QuotaExceeded   more than the caller's quota allows until something is deleted
     │   ├── InvalidJson     a body that is not JSON, or not JSON that is accepted
     │   ├── InvalidField    a body with a field that does not fit
+    │   ├── QuotaExceeded   more than the caller's quota allows until something is deleted
     │   └── NotFound        a run, sampler, loss or file that is not there
     ├── Unauthorized        no credential, or one that is not known or was revoked
     ├── Forbidden           a known caller who may not do this
