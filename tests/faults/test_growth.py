@@ -67,7 +67,8 @@ def test_a_long_run_stays_small(tmp_path):
     everything = NUM_REQUESTS * max(
         one["bytes of requests"] / max(one["requests"], 1) for one in seen[len(seen) // 2 :]
     )
-    assert second["disk lorimer.db"] < everything / 2
+    # Were nothing deleted, the second half would add half of everything; metrics of the run stay.
+    assert second["disk lorimer.db"] < first["disk lorimer.db"] + everything / 4
     assert second["requests"] < NUM_REQUESTS / 3
     assert second["samplers"] < NUM_SAMPLERS / 3
     assert second["weights"] < NUM_SAMPLERS / 3

@@ -14,7 +14,7 @@ from tests.faults.proxy import BreakingWire
 from tests.faults.supervisor import Supervisor, eventually
 from tests.faults.tenant import Plan
 
-PLAN = Plan(seed=3, steps=10, load_at=8)
+PLAN = Plan(seed=3, steps=24, load_at=20)
 OFTEN, SELDOM = 0.01, 600.0
 """Engine time between snapshots: after every step or so, and only where a load makes one."""
 

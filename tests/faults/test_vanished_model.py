@@ -66,7 +66,7 @@ def vanished_before_a_start(server: Supervisor, first: Caller, second: Caller, o
     server.wait_until_ready()
     assert first.step(ours) == 4
     refused = second.try_operation("optim_step", theirs, adam_params=ADAM)
-    assert refused.status_code == 400 and VANISHES in refused.text, refused.text
+    assert refused.status_code == 404 and VANISHES in refused.text, refused.text
     server.command = command
     ended = len(server.exit_codes)
     server.send(signal.SIGTERM)
@@ -75,4 +75,4 @@ def vanished_before_a_start(server: Supervisor, first: Caller, second: Caller, o
     second._next[theirs] += 1  # what was refused has used its number up
     deadline = time.monotonic() + 60
     assert second.step(theirs) == 4 and time.monotonic() < deadline
-    return f"400: {refused.json()['detail']}"
+    return f"404: {refused.json()['detail']}"

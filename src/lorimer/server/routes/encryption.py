@@ -59,21 +59,44 @@ def parse_recipients(recipients: list[str]) -> list[Any]:
     return parsed
 
 
+class Sink:
+    """A file to write to that keeps its error, of which the encryption only passes on the text."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self.error = error
+            raise
+
+
 def encrypted(source: Path, recipients: list[str], room: Path) -> tuple[BinaryIO, int]:
     """Encrypt a file into an anonymous temporary file in `room`. Return that file and its size."""
     parsed = parse_recipients(recipients)
     import pyrage
 
     target = tempfile.TemporaryFile(dir=room)  # noqa: SIM115 - whoever sends it closes it
+    sink = Sink(target)
     try:
         with source.open("rb") as plain:
-            pyrage.encrypt_io(plain, target, parsed)
+            pyrage.encrypt_io(plain, sink, parsed)
         size = target.tell()
         target.seek(0)
     except BaseException as error:
         with suppress(OSError):  # closing may fail to flush again
             target.close()
         if isinstance(error, OSError | pyrage.EncryptError):
-            raise StorageError(f"the export cannot be encrypted: {error}") from error
+            raise StorageError(f"the export cannot be encrypted: {error}") from (sink.error or error)
         raise
     return target, size
