@@ -1,4 +1,4 @@
-"""The tests that SECURITY.md names are there, and `make test-all` runs them."""
+"""The tests that SECURITY.md names are there, and `make test-all` or `make faults` runs them."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ def test_every_named_test_exists():
 
 
 def left_out(text: str) -> list[str]:
-    """Return the named tests that `make test-all` does not run: slow ones that belong to none of its targets."""
+    """Return the named tests that neither `make test-all` nor `make faults` runs: slow ones outside of the service's."""
     named = set(re.findall(r"`([\w/.]+\.py)::(test_\w+)`", text))
     found = []
     for path in sorted({path for path, _ in named if not f"tests/{path}".startswith(SERVICE)}):
@@ -43,7 +43,7 @@ def left_out(text: str) -> list[str]:
 
 def test_every_named_test_is_run():
     text = PAGE.read_text("utf-8")
-    assert "`make test-all` runs them" in text
+    assert "`make test-all` runs them, `make faults` the slow ones" in text
     assert left_out(text) == []
 
 
