@@ -30,7 +30,7 @@ def test_every_named_test_exists():
 
 
 def left_out(text: str) -> list[str]:
-    """Return the named tests that neither `make test-all` nor `make faults` runs: slow ones outside of the service's."""
+    """Return the named tests that neither `make test-all` nor `make faults` runs: slow ones of other folders."""
     named = set(re.findall(r"`([\w/.]+\.py)::(test_\w+)`", text))
     found = []
     for path in sorted({path for path, _ in named if not f"tests/{path}".startswith(SERVICE)}):
