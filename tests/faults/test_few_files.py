@@ -42,6 +42,7 @@ def test_more_clients_than_files(tmp_path, tell):
         server.kill("engine")
         assert alice.step(run) == 3, "an engine can be started again"
         assert server.exit_codes == []
+    assert busy < 60, f"{busy:g} % of a processor while nothing could be accepted"
     tell(f"{FILES} open files, {CLIENTS} clients", f"a wait; {busy:.0f} % of a core while full")
 
 

@@ -45,7 +45,10 @@ Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
 class EmbeddedServer(Server):
     """Granian on this event loop and on a socket bound here; ``serve`` runs the application's lifespan."""
 
-    def __init__(self, app: Starlette, listener: socket.socket, settings: Settings) -> None:
+    def __init__(
+        self, app: Starlette, listener: socket.socket, settings: Settings, max_connections: int | None = None
+    ) -> None:
+        """Connections beyond ``max_connections`` wait in the backlog."""
         host, port = listener.getsockname()[:2]
         super().__init__(
             app,
@@ -55,8 +58,8 @@ class EmbeddedServer(Server):
             http=HTTPModes.http1,
             websockets=False,
             backlog=BACKLOG,
-            # The guard refuses excess requests with a response; connections beyond this number wait in the backlog.
-            backpressure=settings.max_concurrent_requests + SPARE_FILES,
+            # The guard refuses excess requests with a response. Without descriptors for connections Granian would spin.
+            backpressure=max_connections or settings.max_concurrent_requests + SPARE_FILES,
             http1_settings=HTTP1Settings(
                 header_read_timeout=round(settings.header_seconds * 1000), max_buffer_size=MAX_HEADER_BYTES
             ),
@@ -112,7 +115,7 @@ async def serve(settings: Settings, announce: Announce) -> None:
     ``announce`` runs concurrently with the server once it listens, with its URL. If it raises a ``LorimerError``, the
     server shuts down and the error is raised.
     """
-    raise_file_limit(settings.max_concurrent_requests)
+    max_connections = raise_file_limit(settings.max_concurrent_requests)
     with bind(settings) as listener:
         app = create_app(settings)
         stop = asyncio.Event()
@@ -121,7 +124,7 @@ async def serve(settings: Settings, announce: Announce) -> None:
             gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
             context: Context = app.state.context
             url = context.url = url_of(listener)
-            server = EmbeddedServer(app, listener, settings)
+            server = EmbeddedServer(app, listener, settings, max_connections)
             serving = asyncio.create_task(server.serve())
             announcing = asyncio.create_task(announce(context, url))
             announcing.add_done_callback(lambda task: stop.set() if refusal_of(task) else None)
@@ -159,8 +162,11 @@ async def end(context: Context, server: EmbeddedServer, serving: "asyncio.Task[N
         serving.cancel()
 
 
-def raise_file_limit(num_requests: int) -> None:
-    """Raise the limit of open files, usually 1,024: each held request needs a descriptor."""
+def raise_file_limit(num_requests: int) -> int:
+    """Raise the limit of open files, usually 1,024, and return how many connections it leaves room for.
+
+    Each held request needs a descriptor; some are kept for the database, engines and files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_requests + SPARE_FILES
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -168,6 +174,7 @@ def raise_file_limit(num_requests: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < num_requests:
         logger.warning("at most %d files can be open, so about that many requests can wait concurrently", limit)
+    return max(1, limit - min(SPARE_FILES // 2, limit // 2)) if limit < wanted else wanted
 
 
 def install_signal_handlers(stop: asyncio.Event) -> None:
