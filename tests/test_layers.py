@@ -316,3 +316,9 @@ def test_a_file_name_means_one_concern():
         if not path.stem.startswith("__") and "migrations" not in path.parts:
             folders.setdefault(path.stem, set()).add(path.parent.relative_to(SRC).as_posix())
     assert {name for name, found in folders.items() if len(found) > 1} == set(CONCERNS)
+
+
+def test_files_are_short():
+    """CONTRIBUTING's limit; what protoc wrote is not ours."""
+    files = [path for path in (SRC / "lorimer").rglob("*.py") if not path.name.endswith("_pb2.py")]
+    assert [path.name for path in files if len(path.read_text("utf-8").splitlines()) > 600] == []

@@ -6,6 +6,7 @@ evaluated and saved, and 0 does so at the end only.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,7 +33,7 @@ class Cadence(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(ABC):
     """The settings that the loops over a dataset share."""
 
     log_dir: Path
@@ -72,9 +73,9 @@ class LoopConfig:
                 raise InvalidInput(f"{name} is {value}; 1 or more is accepted")
 
     @property
+    @abstractmethod
     def num_batches(self) -> int:
         """How many steps the dataset is enough for."""
-        raise NotImplementedError
 
     @property
     def num_steps(self) -> int:

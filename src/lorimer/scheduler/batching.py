@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lorimer.scheduler.runs import BARRIER_TOKENS, Operation
+from lorimer.scheduler.runs import BARRIER_TOKENS, Flight, Operation
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,14 @@ class Turn:
     @property
     def operations(self) -> list[Operation]:
         return [*self.barriers, *self.training]
+
+
+@dataclass
+class SentTurn:
+    """A turn sent to the engine."""
+
+    operations: list[Operation]
+    unanswered: dict[Flight, Operation] = field(default_factory=dict)
 
 
 def next_turn(

@@ -8,7 +8,6 @@ next in ``policies.py``. The cost of an event does not depend on the number of r
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,20 @@ from lorimer.errors import (
     InvalidInput,
     LorimerError,
     StorageError,
-    is_disk_full,
 )
-from lorimer.scheduler import events, journal, policies, restoring, snapshots
-from lorimer.scheduler.batching import Turn
+from lorimer.scheduler import engine_deaths, events, journal, policies, restoring, snapshots
+from lorimer.scheduler.batching import SentTurn, Turn
 from lorimer.scheduler.custom_loss import LossChecks
+from lorimer.scheduler.engine_commands import barrier_commands, explain
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.payloads import AnyPayload, Load, OptimStep, Save, SaveEphemeral, decode_payload
-from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState
+from lorimer.scheduler.payloads import Load, SaveEphemeral, decode_payload
+from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState, index_run, late
 from lorimer.scheduler.samples import Sample, Sampling
 from lorimer.scheduler.shares import FairShare, SharedLimit
 from lorimer.scheduler.stats import TokenRate
 from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.runs import Run
-
-
-@dataclass
-class SentTurn:
-    """A turn sent to the engine."""
-
-    operations: list[Operation]
-    unanswered: dict[Flight, Operation] = field(default_factory=dict)
 
 
 class Core:
@@ -128,7 +119,7 @@ class Core:
             case events.EngineReady(info=info):
                 self.is_ready, self.is_starting, self.token_budget = True, False, info.token_budget
             case events.EngineEnded(reason=reason, is_final=is_final):
-                self._engine_ended(reason, is_final)
+                engine_deaths.engine_ended(self, reason, is_final)
             case events.TimerFired(timer=timer):
                 self._timer_fired(timer)
             case events.Cancelled(request_id=request_id):
@@ -183,9 +174,9 @@ class Core:
             run = next(iter(self._touched))
             del self._touched[run]
             policies.advance_run(self, run)
-            _index(self.held, run, run.phase in ("loaded", "restoring"))
-            _index(self.ready, run, bool(run.ready))
-            _index(self.leaving, run, run.is_leaving)
+            index_run(self.held, run, run.phase in ("loaded", "restoring"))
+            index_run(self.ready, run, bool(run.ready))
+            index_run(self.leaving, run, run.is_leaving)
             self.waiting.update(run, run.phase == "absent" and run.has_work and run.retry_at <= self.now)
 
     # ── accepting operations of runs ──────────────────────────────────────────────────────────────────
@@ -410,22 +401,13 @@ class Core:
         if operation.is_replay:
             self.corrupt(run, f"operation {operation.seq_id} failed when it was replayed: {error}")
             return
-        self.fail(operation, self._explain(flight, error))
+        self.fail(operation, explain(flight, error))
         # The engine may have executed the first command of a load, which ends with a snapshot.
         is_applied |= operation.kind == "load_weights" and not isinstance(flight.replies[0], Exception)
         run.end_load(operation)
         if is_applied and operation.kind in REPLAYED and run.phase == "loaded":
             # The engine's run differs from the journal: restore it, and replay what follows.
             restoring.drop(self, run)
-
-    def _explain(self, flight: Flight, error: LorimerError) -> LorimerError:
-        """Return the engine's error as the caller sees it. A failed save is a server error, not a user error."""
-        text = str(error)
-        if flight.target is None:
-            return error
-        if is_disk_full(error):
-            return StorageError("the disk of the server is full; nothing was saved")
-        return error if isinstance(error, InvalidInput) else EngineError(text)
 
     def redact(self, text: str) -> str:
         """Replace the path of the data directory, which users must not see."""
@@ -561,48 +543,8 @@ class Core:
             self.is_starting = True
             self.emit(events.StartEngine())
 
-    def _engine_ended(self, reason: str, is_final: bool) -> None:
-        """Reset everything to the state of the journal. ``is_final``: no engine can be started for this model."""
-        self.is_ready = False
-        self.is_starting = True  # the engine slot restarts the engine by itself
-        self.engine += 1
-        self._blame(reason)
-        self.turns.clear()
-        self.losses.engine_ended(reason)
-        self.sampling.engine_ended(reason, is_final)
-        for run in list(self.held.values()):
-            snapshots.engine_ended(self, run)
-            snapshots.cancel_load(self, run)
-            run.leave_engine(self.now)
-            self.touch(run)
-        if is_final:
-            for run in [run for run in self.runs.values() if run.creation is not None]:
-                self.corrupt(run, reason)
-            if not any(run.has_work for run in self.runs.values()):
-                self.is_starting = False
-                self.emit(events.StopRetrying())
-
-    def _blame(self, reason: str) -> None:
-        """Record what may have killed the engine: the first unfinished turn, and the runs being restored."""
-        operations = list(self.turns[0].unanswered.values()) if self.turns else []
-        runs = {run for run in self.held.values() if run.phase == "restoring"}
-        runs |= {self.runs[operation.lane] for operation in operations if operation.is_replay}
-        max_deaths = self.limits.max_engine_deaths
-        for run in runs:
-            self.blame(run)
-            if run.deaths >= max_deaths:
-                self.corrupt(run, f"the engine ended {run.deaths} times while it restored {run.model_id}: {reason}")
-        for operation in operations:
-            if operation.is_replay or operation.status != "running":
-                continue
-            self.blame(operation)
-            if operation.deaths >= max_deaths:
-                text = f"the engine ended {operation.deaths} times while it computed this: {reason}"
-                self.runs[operation.lane].running.discard(operation)
-                self.fail(operation, EngineError(text))
-
     def blame(self, suspect: Operation | RunState) -> None:
-        suspect.deaths += 1
+        suspect.blame()
         if suspect not in self.suspects:
             self.suspects.append(suspect)
 
@@ -651,47 +593,3 @@ class Core:
         """Drop runs about which the store knows everything."""
         for model_id in [model_id for model_id, run in self.runs.items() if run.is_forgettable]:
             del self.runs[model_id]
-
-
-def _index(runs: dict[str, RunState], run: RunState, is_in: bool) -> None:
-    if is_in:
-        runs[run.model_id] = run
-    else:
-        runs.pop(run.model_id, None)
-
-
-def late(operation: Operation) -> InvalidInput:
-    return InvalidInput(f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id")
-
-
-def barrier_commands(
-    core: Core, operation: Operation, payload: AnyPayload
-) -> tuple[list[messages.Command], str | None]:
-    """Return the commands that execute an operation, in order, and the name of the directory they write."""
-    request_id, model_id = operation.request_id, operation.lane
-    match payload:
-        case OptimStep(params=params):
-            return [messages.OptimStep(request_id=request_id, model_id=model_id, params=params)], None
-        case Save(checkpoint_kind=kind):
-            name = core.new_name()
-            directory = str(core.weights / name)
-            save = messages.SaveState(
-                request_id=request_id, model_id=model_id, directory=directory, weights_only=kind != "training"
-            )
-            return [save], name
-        case SaveEphemeral():
-            name = core.new_name()
-            publish = messages.PublishSampler(request_id=f"{request_id}:publish", model_id=model_id, sampler_id=name)
-            save = messages.SaveState(
-                request_id=request_id, model_id=model_id, directory=str(core.weights / name), weights_only=True
-            )
-            return [publish, save], name
-        case Load(weights_name=source, optimizer=optimizer):
-            load = messages.LoadState(
-                request_id=request_id, model_id=model_id, directory=str(core.weights / source), optimizer=optimizer
-            )
-            if operation.is_replay:
-                return [load], None
-            name = core.new_name()
-            return [load, snapshots.save_command(core, model_id, name)], name
-    raise AssertionError(f"{payload!r} is no operation of a run")

@@ -7,6 +7,7 @@ an operation return its outcome; if it had already ended, that is the earlier ou
 
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from sqlalchemy import Connection
 
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, InvalidInput, TooLarge
-from lorimer.scheduler.manifests import read_files
+from lorimer.scheduler.manifests import add_weights
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral, decode_payload
 from lorimer.scheduler.runs import MISSING, Flight, Journal, Operation, Outcome, needs_payload
 from lorimer.scheduler.translate import wire_sample_response, wire_training_output
@@ -53,13 +54,14 @@ REPEATABLE = ("forward", "forward_backward", "optim_step")
 """Kinds whose retry has exactly the same payload."""
 
 
-class Transaction:
+class Transaction(ABC):
     """Base class of all transactions."""
 
     only_reads: ClassVar[bool] = False
 
+    @abstractmethod
     def apply(self, c: Connection) -> Any:
-        raise NotImplementedError(type(self).__name__)
+        """Read or change the database."""
 
 
 # ── accepting ─────────────────────────────────────────────────────────────────────────────────────────
@@ -432,7 +434,7 @@ def _finish_save(
     c: Connection, operation: Operation, run: Run, payload: Save, directory: Path, max_stored_bytes: int
 ) -> Outcome:
     kind = payload.checkpoint_kind
-    saved = _add_weights(c, run, directory, has_optimizer=kind == "training")
+    saved = add_weights(c, run, directory, has_optimizer=kind == "training")
     # The size is known only now, and saves that were submitted concurrently were checked one by one.
     replaced = (run.model_id, kind, payload.name) if payload.overwrite else None
     quotas.check_room(c, run.user_id, saved.size_bytes, max_stored_bytes, replaced)
@@ -459,7 +461,7 @@ def _finish_save(
 
 
 def _finish_ephemeral(c: Connection, operation: Operation, run: Run, seq: int, directory: Path) -> Outcome:
-    saved = _add_weights(c, run, directory, has_optimizer=False)
+    saved = add_weights(c, run, directory, has_optimizer=False)
     sampler = samplers.create_sampler(
         c,
         session_id=run.session_id,
@@ -585,26 +587,3 @@ def _gone(operation: Operation) -> Outcome:
 
 def _used(operation: Operation, project_id: str | None, base_model: str, kind: UsageKind, amount: int) -> UsageItem:
     return UsageItem(operation.user_id, operation.session_id, project_id, base_model, kind, amount, datetime.now(UTC))
-
-
-# ── directories that the engine wrote ─────────────────────────────────────────────────────────────────
-
-
-def _add_weights(c: Connection, run: Run, directory: Path, *, has_optimizer: bool) -> Weights:
-    try:
-        files = read_files(directory)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError("what was saved has vanished from the data directory") from error
-    return weights.add_weights(
-        c,
-        name=directory.name,
-        base_model=run.base_model,
-        rank=run.rank,
-        train_attn=run.train_attn,
-        train_mlp=run.train_mlp,
-        train_unembed=run.train_unembed,
-        optimizer_type=run.optimizer_type,
-        has_optimizer=has_optimizer,
-        size_bytes=sum(file["size"] for file in files.values()),
-        files=files,
-    )

@@ -1,6 +1,6 @@
 """Reads and verifies ``lorimer.json``, the manifest of a directory that an engine wrote.
 
-The engine writes and loads these directories; this module only verifies them.
+The engine writes and loads these directories; this module verifies them, and adds the row of one that is new.
 """
 
 import hashlib
@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from sqlalchemy import Connection
 
 from lorimer.errors import CheckpointError
-from lorimer.store.weights import WeightsFile
+from lorimer.store import weights
+from lorimer.store.runs import Run
+from lorimer.store.weights import Weights, WeightsFile
 
 _MANIFEST = "lorimer.json"
 
@@ -61,3 +64,24 @@ def verify(directory: Path, files: Mapping[str, WeightsFile]) -> None:
 def _describe(path: Path) -> WeightsFile:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def add_weights(c: Connection, run: Run, directory: Path, *, has_optimizer: bool) -> Weights:
+    """Add the row of weights that an engine wrote into ``directory``."""
+    try:
+        files = read_files(directory)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError("what was saved has vanished from the data directory") from error
+    return weights.add_weights(
+        c,
+        name=directory.name,
+        base_model=run.base_model,
+        rank=run.rank,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+        optimizer_type=run.optimizer_type,
+        has_optimizer=has_optimizer,
+        size_bytes=sum(file["size"] for file in files.values()),
+        files=files,
+    )

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, EngineError, InvalidInput, LorimerError, StorageError
 from lorimer.scheduler import journal, snapshots
+from lorimer.scheduler.engine_commands import create_command, load_command
 from lorimer.scheduler.events import Discard, NoReply, Report, RestoreReply, Send, SetTimer, Timer
 from lorimer.scheduler.payloads import CreateModel, decode_payload
-from lorimer.scheduler.runs import Journal, Outcome, Restore, RunState, rebuild
-from lorimer.store.runs import Run
+from lorimer.scheduler.runs import Journal, Outcome, Restore, RunState, late, rebuild
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
@@ -128,8 +128,7 @@ def loaded(core: "Core", run: RunState) -> None:
     if run.replays:
         core.emit(Report("info", f"replaying {len(run.replays)} operations", run.model_id))
     for operation in late_ones:
-        text = f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id"
-        core.fail(operation, InvalidInput(text))
+        core.fail(operation, late(operation))
     core.touch(run)
 
 
@@ -187,23 +186,3 @@ def creation_of(run: RunState, found: Journal) -> CreateModel:
     creation = decode_payload(payload)
     assert isinstance(creation, CreateModel)
     return creation
-
-
-def create_command(row: Run) -> messages.CreateRun:
-    lora = messages.LoraConfig(
-        rank=row.rank,
-        seed=row.seed,
-        train_attn=row.train_attn,
-        train_mlp=row.train_mlp,
-        train_unembed=row.train_unembed,
-    )
-    optimizer = messages.OptimizerConfig(type=row.optimizer_type)
-    return messages.CreateRun(
-        request_id=f"create:{row.model_id}", model_id=row.model_id, lora=lora, optimizer=optimizer
-    )
-
-
-def load_command(row: Run, directory: str, optimizer: bool) -> messages.LoadState:
-    return messages.LoadState(
-        request_id=f"load:{row.model_id}", model_id=row.model_id, directory=directory, optimizer=optimizer
-    )

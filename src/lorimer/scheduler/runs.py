@@ -23,12 +23,12 @@
     absent, restoring, loaded → corrupted  the run cannot go on
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lorimer.errors import CheckpointError
+from lorimer.errors import CheckpointError, InvalidInput
+from lorimer.scheduler.lanes import Lane
 from lorimer.scheduler.payloads import AnyPayload
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
@@ -117,6 +117,10 @@ class Operation:
     def __post_init__(self) -> None:
         self.size = len(self.payload)
 
+    def blame(self) -> None:
+        """An engine ended while it computed this, or failed at it by an error of its own."""
+        self.deaths += 1
+
     def advance(self, status: Status) -> None:
         assert status in STATUS_STEPS[self.status], f"{self.status} → {status} of {self.kind} {self.seq_id}"
         self.status = status
@@ -164,85 +168,6 @@ class Flight:
     @property
     def error(self) -> Exception | None:
         return next((reply for reply in self.replies if isinstance(reply, Exception)), None)
-
-
-# ── the order of one run ──────────────────────────────────────────────────────────────────────────────
-
-
-class Lane:
-    """The operations of one run: they arrive in any order and become ``queued`` in the order of their seq_ids.
-
-    A missing seq_id holds back those after it until it arrives, is refused, or is abandoned.
-    """
-
-    def __init__(self, next_seq: int = 1) -> None:
-        self.next_seq = next_seq
-        """The lowest seq_id that has not arrived."""
-        self.ready: deque[Operation] = deque()
-        """In order, with no missing seq_id before them."""
-        self._held: dict[int, Operation] = {}
-        self._skipped: dict[int, int] = {}
-        """Consumed seq_ids behind a missing one: first and last of each range."""
-
-    def add(self, operation: Operation) -> None:
-        """Add an operation whose seq_id has neither arrived nor been consumed."""
-        if self.has_passed(operation.seq_id):
-            raise ValueError(f"operation {operation.seq_id} has already arrived")
-        self._held[operation.seq_id] = operation
-        self._release()
-
-    def skip(self, first: int, last: int | None = None) -> None:
-        """Consume seq_ids that have no operation."""
-        last = first if last is None else last
-        if last >= self.next_seq and first not in self._held:
-            start = max(first, self.next_seq)
-            self._skipped[start] = max(last, self._skipped.get(start, last))
-            self._release()
-
-    def has_passed(self, seq_id: int) -> bool:
-        is_known = seq_id < self.next_seq or seq_id in self._held
-        return is_known or any(first <= seq_id <= last for first, last in self._skipped.items())
-
-    def _release(self) -> None:
-        while True:
-            if (operation := self._held.pop(self.next_seq, None)) is not None:
-                operation.advance("queued")
-                self.ready.append(operation)
-                self.next_seq += 1
-            elif (last := self._skipped.pop(self.next_seq, None)) is not None:
-                self.next_seq = last + 1
-            else:
-                return
-
-    @property
-    def missing(self) -> int | None:
-        """The seq_id that later operations wait for, if any."""
-        return self.next_seq if self._held else None
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return the first and last seq_id of every gap before the last held operation."""
-        consumed = sorted([*((seq, seq) for seq in self._held), *self._skipped.items()])
-        found, expected = [], self.next_seq
-        for first, last in consumed:
-            if first > max(self._held, default=0):
-                break
-            if first > expected:
-                found.append((expected, first - 1))
-            expected = max(expected, last + 1)
-        return found
-
-    def held(self) -> list[Operation]:
-        """Operations behind a missing seq_id, in order."""
-        return [self._held[seq] for seq in sorted(self._held)]
-
-    def give_up(self, gaps: Iterable[tuple[int, int]], operations: Iterable[Operation]) -> None:
-        """Consume the seq_ids of these gaps and of the operations that waited behind them."""
-        for operation in operations:
-            if self._held.get(operation.seq_id) is operation:
-                del self._held[operation.seq_id]
-                self._skipped[operation.seq_id] = operation.seq_id
-        for first, last in gaps:
-            self.skip(first, last)
 
 
 # ── one run ───────────────────────────────────────────────────────────────────────────────────────────
@@ -429,6 +354,10 @@ class RunState:
         self.error = reason
         self.enter("corrupted")
 
+    def blame(self) -> None:
+        """An engine ended while it restored the run."""
+        self.deaths += 1
+
     def use(self, now: float) -> None:
         """Record that a client used the run or received a result of it."""
         self.last_used = now
@@ -555,6 +484,18 @@ class RunState:
         self.lane = self.loading = None
         self.gap_since = self.gap_seq = None
         self.running, self.replays = set(), set()
+
+
+def index_run(runs: dict[str, RunState], run: RunState, is_in: bool) -> None:
+    """Add a run to an index by model_id, or drop it."""
+    if is_in:
+        runs[run.model_id] = run
+    else:
+        runs.pop(run.model_id, None)
+
+
+def late(operation: Operation) -> InvalidInput:
+    return InvalidInput(f"operation {operation.seq_id} came when later ones had been computed; use a new seq_id")
 
 
 def needs_payload(row: FutureRow) -> bool:

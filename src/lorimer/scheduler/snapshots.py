@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lorimer.engine import messages
 from lorimer.errors import StorageError
 from lorimer.scheduler import journal, restoring
+from lorimer.scheduler.engine_commands import save_command
 from lorimer.scheduler.events import Discard, Report, Send, SnapshotReply, Verify
 from lorimer.scheduler.runs import Flight, Operation, RunState, Saving, SavingPurpose
 from lorimer.store.runs import Run
@@ -175,7 +176,3 @@ def cancel_load(core: "Core", run: RunState) -> None:
         core.emit(Discard("snapshots", [load.flight.target]))
     load.advance("held")
     load.flight = None
-
-
-def save_command(core: "Core", model_id: str, name: str) -> messages.SaveState:
-    return messages.SaveState(request_id=f"snapshot:{name}", model_id=model_id, directory=str(core.snapshots / name))

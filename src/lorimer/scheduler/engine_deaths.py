@@ -1,0 +1,51 @@
+"""Resets the core to the state of the journal when an engine ends, and records what may have killed it."""
+
+from typing import TYPE_CHECKING
+
+from lorimer.errors import EngineError
+from lorimer.scheduler import events, snapshots
+
+if TYPE_CHECKING:
+    from lorimer.scheduler.core import Core
+
+
+def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
+    """Reset everything to the state of the journal. ``is_final``: no engine can be started for this model."""
+    core.is_ready = False
+    core.is_starting = True  # the engine slot restarts the engine by itself
+    core.engine += 1
+    _blame(core, reason)
+    core.turns.clear()
+    core.losses.engine_ended(reason)
+    core.sampling.engine_ended(reason, is_final)
+    for run in list(core.held.values()):
+        snapshots.engine_ended(core, run)
+        snapshots.cancel_load(core, run)
+        run.leave_engine(core.now)
+        core.touch(run)
+    if is_final:
+        for run in [run for run in core.runs.values() if run.creation is not None]:
+            core.corrupt(run, reason)
+        if not any(run.has_work for run in core.runs.values()):
+            core.is_starting = False
+            core.emit(events.StopRetrying())
+
+
+def _blame(core: "Core", reason: str) -> None:
+    """Record what may have killed the engine: the first unfinished turn, and the runs being restored."""
+    operations = list(core.turns[0].unanswered.values()) if core.turns else []
+    runs = {run for run in core.held.values() if run.phase == "restoring"}
+    runs |= {core.runs[operation.lane] for operation in operations if operation.is_replay}
+    max_deaths = core.limits.max_engine_deaths
+    for run in runs:
+        core.blame(run)
+        if run.deaths >= max_deaths:
+            core.corrupt(run, f"the engine ended {run.deaths} times while it restored {run.model_id}: {reason}")
+    for operation in operations:
+        if operation.is_replay or operation.status != "running":
+            continue
+        core.blame(operation)
+        if operation.deaths >= max_deaths:
+            text = f"the engine ended {operation.deaths} times while it computed this: {reason}"
+            core.runs[operation.lane].running.discard(operation)
+            core.fail(operation, EngineError(text))
