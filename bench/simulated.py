@@ -15,7 +15,7 @@ import numpy as np
 
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, EngineError, InvalidInput, LorimerError
-from lorimer.scheduler import journal
+from lorimer.scheduler import journal, placement
 from lorimer.scheduler.payloads import Load, Save, SaveEphemeral
 from lorimer.scheduler.runs import MISSING, REPLAYED, Journal, Operation, Outcome, needs_payload
 from lorimer.store.futures import FutureRow
@@ -71,6 +71,7 @@ class MemoryJournal:
             result_format=None,
             result_size=0,
             payload_sha256=hashlib.sha256(operation.payload).hexdigest(),
+            place=operation.place,
         )
         self._numbers[key] = row.request_id
         self._lanes.setdefault(key[0], {})[key[1]] = row.request_id
@@ -85,6 +86,8 @@ class MemoryJournal:
         if transaction.has_passed and key not in self._numbers:
             raise InvalidInput(f"operation {operation.seq_id} was answered long ago")
         row, is_new = self._insert(operation)
+        if transaction.moves_run:
+            self.runs[operation.lane] = replace(self.runs[operation.lane], replica=operation.place)
         if not is_new and row.kind != operation.kind and row.state not in ("rejected", "abandoned"):
             raise InvalidInput("another kind")
         return row, is_new
@@ -115,6 +118,7 @@ class MemoryJournal:
                 newest_name=None,
                 corrupted=None,
                 is_unloaded=False,
+                replica=operation.place,
             )
         return self.runs[model_id], *self._insert(operation)
 
@@ -185,6 +189,14 @@ class MemoryJournal:
             if row.state != "queued" and not is_replayed:
                 self.payloads.pop(row.request_id, None)
         return run, [name for name in obsolete if name is not None]
+
+    def _Release(self, transaction: placement.Release) -> bool:
+        run = self.runs[transaction.model_id]
+        if any(row.state == "queued" for row in self.lane(run.model_id, -1)):
+            return False
+        if run.replica == transaction.place:
+            self.runs[run.model_id] = replace(run, replica=None)
+        return True
 
     def _MarkCorrupted(self, transaction: journal.MarkCorrupted) -> None:
         run = self.runs[transaction.model_id]

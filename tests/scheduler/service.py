@@ -10,6 +10,7 @@ from pathlib import Path
 from lorimer import types
 from lorimer.engine.config import EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.scheduler.placement import replica_name
 from lorimer.scheduler.runs import Outcome
 from lorimer.scheduler.scheduler import Accepted, Scheduler
 from lorimer.scheduler.translate import encoded_sample, encoded_training
@@ -34,10 +35,10 @@ class Service:
         self.directory, self.store, self.scheduler = directory, store, scheduler
 
     @classmethod
-    async def open(cls, path: Path, limits: SchedulerLimits | None = None) -> "Service":
+    async def open(cls, path: Path, limits: SchedulerLimits | None = None, num_replicas: int = 1) -> "Service":
         directory = DataDirectory(path)
         store = Store.open(None, directory.path)
-        service = cls(directory, store, Scheduler(store, directory, {MODEL: CONFIG}, limits))
+        service = cls(directory, store, Scheduler(store, directory, {MODEL: CONFIG}, limits, {MODEL: num_replicas}))
         await service.scheduler.start()
         return service
 
@@ -47,18 +48,19 @@ class Service:
 
     async def die(self) -> None:
         """As when the API process is killed: nothing is finished, and the engine is gone with it."""
-        for supervisor in self.scheduler._supervisors:
+        supervisors = list(self.scheduler.owner._supervisors.values())
+        for supervisor in supervisors:
             supervisor.cancel()
-        await asyncio.wait(self.scheduler._supervisors)
-        for driver in self.scheduler.models.values():
+        await asyncio.wait(supervisors)
+        for driver in self.scheduler.owner.drivers.values():
             if driver.slot.pid is not None:
                 os.kill(driver.slot.pid, signal.SIGKILL)
-            await driver.end()
+        await self.scheduler.owner.end()
         self.store.close()
 
     @property
     def driver(self):
-        return self.scheduler.models[MODEL]
+        return self.scheduler.owner.drivers[replica_name(MODEL, 0)]
 
     @property
     def slot(self):
@@ -155,8 +157,8 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def service(path: Path, **limits) -> AsyncIterator[Service]:
-    opened = await Service.open(path, SchedulerLimits(**limits))
+async def service(path: Path, num_replicas: int = 1, **limits) -> AsyncIterator[Service]:
+    opened = await Service.open(path, SchedulerLimits(**limits), num_replicas)
     try:
         yield opened
     finally:

@@ -30,6 +30,7 @@ ROW = {
     "snapshot_seq": NO_SNAPSHOT,
     **dict.fromkeys(("snapshot_name", "newest_seq", "newest_name", "corrupted")),
     "is_unloaded": False,
+    "replica": None,
 }
 
 

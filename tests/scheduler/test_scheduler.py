@@ -310,7 +310,7 @@ async def test_the_sweep_keeps_the_disk_and_the_memory_small(service, monkeypatc
         await service.park(user, run)
         await service.scheduler.usage.flush()
         limits = replace(service.scheduler.limits, ephemeral_samplers_per_run=2, **now)
-        monkeypatch.setattr(service.scheduler, "limits", limits)
+        monkeypatch.setattr(service.scheduler.owner, "limits", limits)
         await service.scheduler.sweep()
         monkeypatch.undo()
         rows.append(len(await service.store.read(futures.journal, run.model_id, -1)))
@@ -331,7 +331,7 @@ async def test_a_run_that_nobody_uses_expires(service, monkeypatch):
     assert (service.directory.snapshots / snapshot).is_dir()
     await service.scheduler.usage.flush()
     monkeypatch.setattr(
-        service.scheduler, "limits", replace(service.scheduler.limits, run_seconds=0, ephemeral_seconds=0)
+        service.scheduler.owner, "limits", replace(service.scheduler.limits, run_seconds=0, ephemeral_seconds=0)
     )
     await service.scheduler.sweep()
     monkeypatch.undo()

@@ -9,9 +9,9 @@ import pytest_asyncio
 
 from lorimer.engine.messages import SampleProgress
 from lorimer.errors import Cancelled, EngineError, InvalidInput
-from lorimer.scheduler.streaming import merge, start_sample
+from lorimer.scheduler.streaming import merge
 from lorimer.store import futures, usage
-from tests.scheduler.service import Service, sample_request
+from tests.scheduler.service import MODEL, Service, sample_request
 from tests.scheduler.service import service as open_service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,7 +24,8 @@ async def service(tmp_path_factory) -> AsyncIterator[Service]:
 
 
 def start(service, user_id, stream=True, grammar="", **fields):
-    return start_sample(service.driver, user_id, None, sample_request(0, **fields), stream=stream, grammar=grammar)
+    request = sample_request(0, **fields)
+    return service.scheduler.start_sample(user_id, MODEL, None, request, stream=stream, grammar=grammar)
 
 
 async def used(service, user_id):

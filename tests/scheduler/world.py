@@ -227,14 +227,14 @@ class World:
                     row.request_id, row.user_id, "s", "m", row.lane, row.seq_id or 0, "sample", tokens=1,
                     request=known.request, weights_id=None,
                 )  # fmt: skip
-                self.inbox.append(events.Recovered(sample))
+                self.inbox.append(events.Arrived(sample))
                 continue
             operation = operation_of(row, "m")
             is_creation = row.lane.endswith(":models")
             if is_creation:
                 operation.payload = self.journal.payloads[row.request_id]
             run = self.journal.runs[f"{row.session_id}:train:{row.seq_id}" if is_creation else row.lane]
-            self.inbox.append(events.Recovered(operation, run, is_creation))
+            self.inbox.append(events.Arrived(operation, run, is_creation))
         for tenant in self.tenants:
             for seq_id in tenant.unacknowledged:
                 self.submit(tenant, seq_id)

@@ -84,17 +84,42 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_what_is_printed_can_be_read_again(tmp_path):
+    tables = {"a": {"replicas": 2, "dtype": "float32"}, "d/e": {"source": "x"}}
     first = load_settings(
-        {"models": ("a", 'b="c'), "database": "postgresql+psycopg://u:secret@h/d"}, {"LORIMER_PORT": "9"}
+        {"models": ("a", 'b="c'), "database": "postgresql+psycopg://u:secret@h/d", "model": tables},
+        {"LORIMER_PORT": "9"},
     )
     text = as_toml(first)
     assert "secret" not in text
     assert re.search(r"^port = 9 +# environment LORIMER_PORT$", text, re.MULTILINE)
     assert tomllib.loads(text) == plain(first.settings)
+    assert tomllib.loads(as_toml(load_settings())) == {key: v for key, v in plain(Settings()).items() if key != "model"}
     file = tmp_path / "lorimer.toml"
     file.write_text(text)
     again = load_settings({"database": first.settings.database}, {}, file)
     assert again.settings == first.settings
+
+
+def test_a_table_sets_what_differs_for_one_model(tmp_path):
+    file = tmp_path / "lorimer.toml"
+    file.write_text('dtype = "float32"\n[model."a/b"]\nreplicas = 3\nsource = "/models/b"\ndtype = "bfloat16"\n')
+    settings = load_settings({}, {}, file).settings
+    assert settings.num_replicas() == {"a/b": 3}
+    (config,) = settings.engine_configs().values()
+    assert (config.model, config.dtype) == ("/models/b", "bfloat16")
+    both = load_settings({"models": ("c", "a/b=/elsewhere")}, {}, file).settings.engine_configs()
+    assert {name: (config.model, config.dtype) for name, config in both.items()} == {
+        "c": ("c", "float32"),
+        "a/b": ("/models/b", "bfloat16"),
+    }
+    for text, message in (
+        ("replicas = 0", "replicas is 0; at least 1"),
+        ("replica = 2", "unknown field `replica`"),
+        ('dtype = "int4"', "int4"),
+    ):
+        file.write_text(f'[model."a"]\n{text}\n')
+        with pytest.raises(InvalidInput, match=message):
+            load_settings({}, {}, file)
 
 
 def test_models_by_name_path_and_alias(tmp_path):

@@ -12,6 +12,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = "lorimer/tiny"
     """A local directory, a .gguf file, an alias or a hub id."""
     device: Device = "auto"
+    device_index: int = 0
+    """Which of several GPUs; engines beyond their number share them."""
     dtype: Dtype = "auto"
     """Dtype of the frozen base; adapters, gradients and optimisers are always float32."""
     num_threads: int = 0
@@ -32,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Makes runs and samples without a seed of their own repeatable; for tests."""
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "memory_bytes", "max_context", "token_budget"):
+        for name in ("device_index", "num_threads", "memory_bytes", "max_context", "token_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a number of at least 0 is accepted")
         for name, kind in (("device", Device), ("dtype", Dtype)):

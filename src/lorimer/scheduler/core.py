@@ -23,7 +23,7 @@ from lorimer.errors import (
     LorimerError,
     StorageError,
 )
-from lorimer.scheduler import engine_deaths, events, journal, policies, restoring, snapshots
+from lorimer.scheduler import engine_deaths, events, journal, placement, policies, restoring, snapshots
 from lorimer.scheduler.batching import SentTurn, Turn
 from lorimer.scheduler.custom_loss import LossChecks
 from lorimer.scheduler.engine_commands import barrier_commands, explain
@@ -41,9 +41,14 @@ from lorimer.store.runs import Run
 class Core:
     """The state of one engine's scheduler, and every decision about it."""
 
-    def __init__(self, name: str, limits: SchedulerLimits, weights: Path, snapshots: Path, seed: int) -> None:
-        """``seed`` generates the names of the directories that engines write; they must never repeat."""
-        self.name, self.limits = name, limits
+    def __init__(
+        self, name: str, limits: SchedulerLimits, weights: Path, snapshots: Path, seed: int, place: str = ""
+    ) -> None:
+        """``seed`` generates the names of the directories that engines write; they must never repeat.
+
+        ``place`` is the name of this replica of the base model ``name``.
+        """
+        self.name, self.limits, self.place = name, limits, place
         self.weights, self.snapshots = weights, snapshots
         self.now = 0.0
         self.engine = 0
@@ -106,8 +111,8 @@ class Core:
                 self.commit(journal.AcceptUnload(operation, row.model_id))
             case events.ConsumeSubmitted(operation=operation, run=row, reason=reason):
                 self.commit(journal.Consume(operation, row, reason), self.runs.get(row.model_id))
-            case events.Recovered():
-                self._recover(event)
+            case events.Arrived():
+                self._arrived(event)
             case events.Committed(transaction=transaction, result=result):
                 self._end_commit(transaction)
                 self._committed(transaction, result)
@@ -121,7 +126,7 @@ class Core:
             case events.EngineEnded(reason=reason, is_final=is_final):
                 engine_deaths.engine_ended(self, reason, is_final)
             case events.TimerFired(timer=timer):
-                self._timer_fired(timer)
+                policies.timer_fired(self, timer)
             case events.Cancelled(request_id=request_id):
                 self.sampling.cancel(request_id)
             case events.Streamed(request_id=request_id, num_tokens=num_tokens):
@@ -195,7 +200,9 @@ class Core:
         operation.received = self.now
         # From here on, a run that is being restored knows that this seq_id is about to be committed.
         run.operations.setdefault(operation.seq_id, operation)
-        self.commit(journal.Accept(operation, run.has_passed(operation.seq_id), self.limits.max_stored_bytes))
+        moves_run = run.row.replica != self.place
+        has_passed = run.has_passed(operation.seq_id)
+        self.commit(journal.Accept(operation, has_passed, self.limits.max_stored_bytes, moves_run))
 
     def _objection(self, run: RunState, operation: Operation) -> LorimerError | None:
         limits = self.limits
@@ -218,9 +225,10 @@ class Core:
         """Return whether ``operation`` executes the row just committed.
 
         A row that nobody executes is adopted too: its first submit was answered with an error although it was
-        committed.
+        committed. The row of another replica is executed there.
         """
-        if not is_new and (row.state != "queued" or row.request_id in self.open):
+        is_mine = row.place in (None, self.place)
+        if not is_new and (row.state != "queued" or row.request_id in self.open or not is_mine):
             return False
         operation.request_id = row.request_id
         self.open[row.request_id] = operation
@@ -256,9 +264,11 @@ class Core:
         self.open_bytes.take(operation.user_id, operation.size)
         self.num_open += 1
 
-    def _recover(self, event: events.Recovered) -> None:
-        """Take over an operation that an earlier server accepted."""
+    def _arrived(self, event: events.Arrived) -> None:
+        """Execute an operation that another process or an earlier server accepted."""
         operation = event.operation
+        if operation.request_id in self.open:
+            return
         operation.received = self.now
         self.open[operation.request_id] = operation
         if isinstance(operation, Sample):
@@ -267,13 +277,12 @@ class Core:
             self.losses.arrive(operation)
         else:
             run = self.run_of(event.run)
-            operation.advance("held")
             if event.is_creation:
+                operation.advance("held")
                 run.begin_creation(operation)
+                self.touch(run)
             else:
-                run.operations[operation.seq_id] = operation
-                self._count(operation)
-            self.touch(run)
+                self._arrive(run, operation)
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -479,6 +488,8 @@ class Core:
                 self._finished(operation, flight, finished)
             case journal.SetSnapshot(model_id=model_id, name=name), (row, obsolete):
                 snapshots.committed(self, model_id, name, row, obsolete)
+            case placement.Release(model_id=model_id), bool() as is_released:
+                restoring.released(self, self.runs.get(model_id), is_released)
             case journal.FinishLoss(operation=operation, payload=payload), Outcome() as outcome:
                 self.losses.committed(operation, payload, outcome)
             case (
@@ -563,18 +574,6 @@ class Core:
 
     # ── what else happens ─────────────────────────────────────────────────────────────────────────────
 
-    def _timer_fired(self, timer: events.Timer) -> None:
-        run = self.runs.get(timer.key)
-        match timer.kind:
-            case "evict":
-                self.is_evict_timer_set = False
-            case "drain":
-                self.is_drain_over = True
-            case "gap" if run is not None:
-                policies.close_gap(self, run)
-            case "retry" if run is not None:
-                self.touch(run)
-
     def _unload(self, model_id: str) -> None:
         run = self.runs.get(model_id)
         if run is not None and run.is_idle:
@@ -585,11 +584,12 @@ class Core:
             run = self.runs.get(model_id)
             if run is not None and not run.has_work:
                 restoring.drop(self, run)
-                for runs in (self.held, self.ready, self.leaving, self.runs):
-                    runs.pop(model_id, None)
-        self.forget_idle()
+                self.forget(run)
+        for run in [run for run in self.runs.values() if run.is_forgettable]:
+            self.forget(run)
 
-    def forget_idle(self) -> None:
-        """Drop runs about which the store knows everything."""
-        for model_id in [model_id for model_id, run in self.runs.items() if run.is_forgettable]:
-            del self.runs[model_id]
+    def forget(self, run: RunState) -> None:
+        """Drop a run about which the store knows everything."""
+        for runs in (self.held, self.ready, self.leaving, self.runs):
+            runs.pop(run.model_id, None)
+        self.waiting.update(run, False)

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from lorimer import types
 from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo, SampleProgress
@@ -24,11 +25,12 @@ from lorimer.scheduler.inbox import Inbox
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.manifests import is_whole
 from lorimer.scheduler.payloads import CreateLoss, decode_payload
+from lorimer.scheduler.placement import Load
 from lorimer.scheduler.results import Results
-from lorimer.scheduler.runs import Operation
+from lorimer.scheduler.runs import Operation, QueueState
 from lorimer.scheduler.samples import Sample
-from lorimer.scheduler.stats import ServedModel
-from lorimer.scheduler.streaming import DirectSample
+from lorimer.scheduler.stats import ServedModel, queue_state
+from lorimer.scheduler.streaming import DirectSample, new_sample
 from lorimer.scheduler.translate import engine_sample, to_forward_backward
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store.database import Store
@@ -41,11 +43,12 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 
 
 class Driver:
-    """One served base model: its core, its engine, and the task that runs them."""
+    """One replica of a base model: its core, its engine, and the task that runs them."""
 
     def __init__(
         self,
         name: str,
+        place: str,
         config: EngineConfig,
         store: Store,
         directory: DataDirectory,
@@ -54,9 +57,9 @@ class Driver:
         usage: UsageBuffer,
         known_losses: dict[str, CreateLoss],
     ) -> None:
-        """``known_losses`` is shared by the drivers of all base models."""
-        self.name = name
-        self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128))
+        """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
+        self.name, self.place = name, place
+        self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
         self.inbox = Inbox()
         self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
         self.streams: dict[str, DirectSample] = {}
@@ -73,6 +76,17 @@ class Driver:
         self._closed = asyncio.Event()
 
     # ── what the scheduler calls ──────────────────────────────────────────────────────────────────────
+
+    def load(self) -> Load:
+        core = self.core
+        num_samples = core.sampling.num_waiting + core.sampling.num_running
+        return Load(len(core.runs), core.limits.max_loaded_runs, num_samples, self.slot.state != "failed")
+
+    def holds(self, model_id: str) -> bool:
+        """Return whether a run must stay here: it is in the engine, has work, or a request for it is arriving."""
+        run = self.core.runs.get(model_id)
+        is_held = run is not None and not run.is_forgettable
+        return is_held or any(operation.lane == model_id for operation in self._submits)
 
     def post(self, event: Event) -> None:
         self.inbox.post(event)
@@ -102,10 +116,39 @@ class Driver:
         self._engine_waiters.append(waiter)
         return await waiter
 
+    def cancel(self, request_id: str) -> None:
+        self.post(events.Cancelled(request_id))
+
+    def queue_state(self, operation: Operation) -> tuple[QueueState, str]:
+        """Return why an operation is not finished, in a readable form."""
+        return queue_state(self.name, self.slot, self.core, operation)
+
+    def start_sample(
+        self,
+        user_id: str,
+        weights_id: str | None,
+        request: types.SampleRequest,
+        grammar: str = "",
+        stream: bool = False,
+    ) -> DirectSample:
+        """Enqueue a direct sample. Raise `Busy` if the queue is full."""
+        if (error := self.core.sampling.objection(user_id)) is not None:
+            raise error
+        sample = new_sample(self.name, user_id, weights_id, request, grammar, stream)
+        direct = self.streams[sample.request_id] = DirectSample(sample, self._leave)
+        self.post(events.Submitted(sample))
+        return direct
+
+    def _leave(self, request_id: str) -> None:
+        """Cancel a direct sample whose caller has gone."""
+        if request_id in self.streams:
+            self.cancel(request_id)
+
     def status(self) -> ServedModel:
         core, slot, now = self.core, self.slot, time.monotonic()
         return ServedModel(
             name=self.name,
+            replica=self.place,
             state="idle" if slot.state == "closed" else slot.state,
             stage=slot.stage,
             info=slot.info,

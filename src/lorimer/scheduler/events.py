@@ -44,8 +44,11 @@ class ConsumeSubmitted:
 
 
 @dataclass(frozen=True)
-class Recovered:
-    """An unfinished operation of an earlier server, with the row of its run."""
+class Arrived:
+    """A committed operation without an end, with the row of its run.
+
+    Another process, or an earlier server, accepted it. One that the core already has is ignored.
+    """
 
     operation: Operation
     run: Run | None = None
@@ -119,7 +122,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Expired:
-    """The rows of these runs say that they have expired."""
+    """These runs have expired, or moved to another replica: forget them."""
 
     model_ids: Sequence[str] = ()
 
@@ -134,7 +137,7 @@ Event = (
     | CreateSubmitted
     | UnloadSubmitted
     | ConsumeSubmitted
-    | Recovered
+    | Arrived
     | Committed
     | CommitFailed
     | Replied

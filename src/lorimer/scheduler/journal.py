@@ -76,9 +76,13 @@ class Accept(Transaction):
     """The run is already beyond this seq_id. If its row has expired, raise `InvalidInput`."""
     max_stored_bytes: int = 0
     """The default storage quota of a user without their own; a save beyond it is refused."""
+    moves_run: bool = False
+    """The run is assigned to the operation's replica."""
 
     def apply(self, c: Connection) -> tuple[FutureRow, bool]:
         operation = self.operation
+        if self.moves_run and operation.place is not None:
+            runs.place(c, operation.lane, operation.place)
         row, is_new = _insert(c, operation, operation.seq_id)
         name = f"operation {operation.seq_id} of {operation.lane}"
         if is_new and self.has_passed:
@@ -130,6 +134,7 @@ class AcceptRun(Transaction):
             user_id=operation.user_id,
             project_id=session.project_id,
             model_seq_id=operation.seq_id,
+            replica=operation.place,
             **asdict(self.values),
         )
         return run, *Accept(operation).apply(c)
@@ -200,6 +205,7 @@ def _insert(c: Connection, operation: Operation, seq_id: int | None) -> tuple[Fu
         payload=operation.payload,
         payload_sha256=operation.payload_sha256,
         tokens=operation.tokens,
+        place=operation.place,
     )
 
 

@@ -225,6 +225,19 @@ def gaps_abandoned(core: "Core", run: RunState, operations: Sequence[Operation],
     core.touch(run)
 
 
+def timer_fired(core: "Core", timer: Timer) -> None:
+    run = core.runs.get(timer.key)
+    match timer.kind:
+        case "evict":
+            core.is_evict_timer_set = False
+        case "drain":
+            core.is_drain_over = True
+        case "gap" if run is not None:
+            close_gap(core, run)
+        case "retry" if run is not None:
+            core.touch(run)
+
+
 def advance_run(core: "Core", run: RunState) -> None:
     """Let a run that changed go on as far as it can."""
     if run.saving is not None:

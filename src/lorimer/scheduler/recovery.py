@@ -1,8 +1,9 @@
-"""Recovers from an earlier server: deletes its unfinished files and hands its unfinished requests to the cores."""
+"""Hands unfinished requests to the cores: those of an earlier server, and those that another process accepted."""
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from sqlalchemy import Connection
 from lorimer import types
 from lorimer.errors import CheckpointError
 from lorimer.scheduler import journal, payloads
-from lorimer.scheduler.events import Recovered
+from lorimer.scheduler.events import Arrived
 from lorimer.scheduler.runs import Operation, operation_of
 from lorimer.scheduler.samples import Sample
 from lorimer.store import futures, retention, runs, samplers
@@ -22,14 +23,15 @@ from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
 
 if TYPE_CHECKING:
-    from lorimer.scheduler.scheduler import Scheduler
+    from lorimer.scheduler.driver import Driver
+    from lorimer.scheduler.owner import Owner
 
 log = logging.getLogger("lorimer.scheduler")
 
 BATCH_SIZE = 500
 """Requests read per transaction, so that ten thousand are recovered within seconds."""
-WITHOUT_PAYLOAD = ("forward", "forward_backward", "optim_step")
-"""Kinds whose payload is read only when an engine loads their run."""
+LAZY = ("forward", "forward_backward", "optim_step")
+"""Kinds whose payload, after a restart, is read only when an engine loads their run."""
 
 
 @dataclass(frozen=True)
@@ -43,35 +45,33 @@ class _Found:
     """By request_id: why its payload cannot be read."""
 
 
-async def recover(scheduler: "Scheduler") -> None:
-    """Recover; called once, before any request is accepted."""
-    known = await scheduler.store.read(retention.known_names)
-    removed = await asyncio.to_thread(scheduler.directory.sweep_orphans, known)
-    num_rows = await take_up(scheduler, scheduler.models)
-    if num_rows or removed:
-        log.info("recovered %d unfinished requests; deleted %d unfinished files", num_rows, len(removed))
+async def take_up(
+    owner: "Owner", driver: "Driver", request_ids: Collection[str] = (), *, reads_all: bool = False
+) -> int:
+    """Hand the unfinished requests of a replica, or of these only ``request_ids``, to its core. Return their number.
 
-
-async def take_up(scheduler: "Scheduler", models: Collection[str]) -> int:
-    """Hand the unfinished requests of these base models to their new cores. Return their number."""
-    rows = await scheduler.store.read(futures.unfinished)
+    With ``reads_all`` the payloads of training operations are read too; a core that restores the run needs none.
+    """
+    known = set(driver.core.open)  # before reading: a request may end meanwhile
+    rows = await owner.store.read(futures.unfinished, driver.place, request_ids)
+    rows = [row for row in rows if row.request_id not in known]
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
-        found = await scheduler.store.read(_find, batch)
+        found = await owner.store.read(_find, batch, () if reads_all else LAZY)
         for row in batch:
-            await _take_up(scheduler, row, found, models)
+            await _take_up(owner, driver, row, found)
     return len(rows)
 
 
-def _find(c: Connection, rows: Sequence[FutureRow]) -> _Found:
-    run_ids = {_run_id(row) for row in rows if row.kind != "sample"}
+def _find(c: Connection, rows: Sequence[FutureRow], without_payload: Collection[str]) -> _Found:
+    run_ids = {run_id(row) for row in rows if row.kind != "sample"}
     sampler_ids = {row.lane for row in rows if row.kind == "sample"}
     found_runs = [runs.get_run(c, model_id) for model_id in run_ids]
     found_samplers = [samplers.get_sampler(c, sampler_id) for sampler_id in sampler_ids]
     readable: dict[str, bytes] = {}
     damaged: dict[str, CheckpointError] = {}
     for row in rows:
-        if row.kind not in WITHOUT_PAYLOAD:
+        if row.kind not in without_payload:
             try:
                 readable |= journal.payloads(c, [row.request_id])
             except CheckpointError as error:
@@ -88,42 +88,33 @@ def _is_creation(row: FutureRow) -> bool:
     return row.lane.endswith(":models")
 
 
-def _run_id(row: FutureRow) -> str:
+def run_id(row: FutureRow) -> str:
+    """Return the run that a request belongs to, or creates."""
     return f"{row.session_id}:train:{row.seq_id}" if _is_creation(row) else row.lane
 
 
-async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found, models: Collection[str]) -> None:
+async def _take_up(owner: "Owner", driver: "Driver", row: FutureRow, found: _Found) -> None:
     """Hand an unfinished request to its core. Operations of a run wait there until an engine loads the run."""
-    operation = operation_of(row, next(iter(scheduler.models)))
-    operation.payload = found.payloads.get(row.request_id, b"")
+    payload = found.payloads.get(row.request_id, b"")
+    operation = operation_of(row, driver.name, payload=payload)
     try:
         if row.request_id in found.damaged:
             raise found.damaged[row.request_id]
         operation = _sample(operation, found) if row.kind == "sample" else _of_run(operation, row, found)
     except (LookupError, ValueError, CheckpointError, msgspec.MsgspecError, ValidationError) as error:
         reason = f"it cannot be taken up after a restart of the server: {type(error).__name__}: {error}"
-        outcome = await scheduler.store.submit(journal.Fail(operation, reason, "server").apply)
-        scheduler.results.resolve(operation, outcome)
+        outcome = await owner.store.submit(journal.Fail(operation, reason, "server").apply)
+        owner.results.resolve(operation, outcome)
         return
-    if operation.kind == "create_custom_loss":
-        if any(row.request_id in driver.core.open for driver in scheduler.models.values()):
-            return
-        driver = scheduler.loss_checker()
-    elif operation.base_model in models:
-        driver = scheduler.models[operation.base_model]
-    else:  # its core has it, or it waits for a server that serves the model
-        scheduler.results.open.setdefault(row.request_id, operation)
-        return
-    scheduler.results.open[row.request_id] = operation
-    driver.post(Recovered(operation, found.runs.get(_run_id(row)), _is_creation(row)))
+    owner.results.open[row.request_id] = operation
+    driver.post(Arrived(operation, found.runs.get(run_id(row)), _is_creation(row)))
 
 
 def _of_run(operation: Operation, row: FutureRow, found: _Found) -> Operation:
     if operation.kind == "create_custom_loss":
         return operation
-    if _run_id(row) not in found.runs:
-        raise LookupError(f"there is no run {_run_id(row)!r} any more")
-    operation.base_model = found.runs[_run_id(row)].base_model
+    if run_id(row) not in found.runs:
+        raise LookupError(f"there is no run {run_id(row)!r} any more")
     if row.kind == "load_weights" or _is_creation(row):
         payload = payloads.decode_payload(operation.payload)
         assert isinstance(payload, payloads.Load | payloads.CreateModel)
@@ -149,4 +140,73 @@ def _sample(operation: Operation, found: _Found) -> Sample:
         request=types.SampleRequest.model_validate_json(payload.request),
         weights_id=sampler.weights_id,
         model_id=sampler.model_id,
+        place=operation.place,
     )
+
+
+# ── replicas that are gone ────────────────────────────────────────────────────────────────────────────
+
+
+def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> dict[str, list[str]]:
+    """Assign the queued requests of replicas that are gone to ``live`` ones, which are given by base model.
+
+    A run and its requests stay together. Return the moved request_ids by replica. Requests of a base model without a
+    live replica stay where they are.
+    """
+    chance = random.Random(seed)
+    known = {place for places in live.values() for place in places}
+    rows = [row for row in futures.unfinished(c) if row.place not in known]
+    targets: dict[str, str | None] = {}
+    moved: dict[str, list[str]] = {}
+    for row in rows:
+        unit = row.request_id if row.kind in ("sample", "create_custom_loss") else run_id(row)
+        if unit not in targets:
+            targets[unit] = _choose(c, row, live, chance)
+        if (place := targets[unit]) is not None:
+            moved.setdefault(place, []).append(row.request_id)
+    for place, request_ids in moved.items():
+        futures.move(c, request_ids, place)
+    runs.release_lost(c, known, set(live))
+    for unit, assigned in targets.items():
+        if assigned is not None:
+            runs.place(c, unit, assigned)
+    return moved
+
+
+def _choose(c: Connection, row: FutureRow, live: Mapping[str, Sequence[str]], chance: random.Random) -> str | None:
+    if row.kind == "create_custom_loss":
+        return chance.choice(next(iter(live.values())))
+    found = samplers.get_sampler(c, row.lane) if row.kind == "sample" else runs.get_run(c, run_id(row))
+    places = (
+        live.get(found.base_model, ()) if found is not None else [place for some in live.values() for place in some]
+    )
+    if isinstance(found, Run) and found.replica in places:
+        return found.replica
+    return chance.choice(places) if places else None
+
+
+async def place_all(owner: "Owner") -> int:
+    """Assign every queued request to a replica of this server, the only one. Return the number of moved requests."""
+    live: dict[str, list[str]] = {}
+    for driver in owner.drivers.values():
+        live.setdefault(driver.name, []).append(driver.place)
+    moved = await owner.store.write(place_lost, live, random.getrandbits(64))
+    return sum(len(request_ids) for request_ids in moved.values())
+
+
+async def keep_unserved(owner: "Owner") -> None:
+    """Keep the requests of base models that this server does not serve pending, for their clients."""
+    rows = await owner.store.read(futures.unfinished)
+    rows = [row for row in rows if row.place not in owner.drivers]
+    for start in range(0, len(rows), BATCH_SIZE):
+        batch = rows[start : start + BATCH_SIZE]
+        found = await owner.store.read(_find, batch, {row.kind for row in batch})
+        for row in batch:
+            named = found.samplers.get(row.lane) or found.runs.get(run_id(row))
+            owner.results.open[row.request_id] = operation_of(row, named.base_model if named is not None else "")
+
+
+async def delete_orphans(owner: "Owner") -> int:
+    """Delete the files that an earlier server left unfinished; called before any request is accepted."""
+    known = await owner.store.read(retention.known_names)
+    return len(await asyncio.to_thread(owner.directory.sweep_orphans, known))

@@ -6,11 +6,12 @@ gets its first snapshot), *creating* (the answer to its creation is committed). 
 loaded. A newest snapshot that cannot be read is dropped, and the run is restored from the one before it.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, EngineError, InvalidInput, LorimerError, StorageError
-from lorimer.scheduler import journal, snapshots
+from lorimer.scheduler import journal, placement, snapshots
 from lorimer.scheduler.engine_commands import create_command, load_command
 from lorimer.scheduler.events import Discard, NoReply, Report, RestoreReply, Send, SetTimer, Timer
 from lorimer.scheduler.payloads import CreateModel, decode_payload
@@ -169,6 +170,21 @@ def drop(core: "Core", run: RunState) -> None:
     run.leave_engine(core.now)
     _drop_from_engine(core, run)
     core.touch(run)
+
+
+def release(core: "Core", run: RunState) -> None:
+    """Let any replica take a run that left this engine, saved and without work. Its next operation may move it."""
+    run.adopt(replace(run.row, replica=None))
+    core.commit(placement.Release(run.model_id, core.place), run)
+
+
+def released(core: "Core", run: RunState | None, is_released: bool) -> None:
+    if run is None:
+        return  # it has expired
+    if not is_released:
+        run.adopt(replace(run.row, replica=core.place))
+    elif run.is_forgettable:
+        core.forget(run)
 
 
 def _drop_from_engine(core: "Core", run: RunState) -> None:

@@ -18,7 +18,7 @@ from lorimer.store.weights import Weights
 from lorimer.types.paths import checkpoint_path
 
 if TYPE_CHECKING:
-    from lorimer.scheduler.scheduler import Scheduler
+    from lorimer.scheduler.owner import Owner
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -30,10 +30,10 @@ class _Forgotten:
     runs: list[Run]
 
 
-async def sweep(scheduler: "Scheduler") -> None:
-    limits, now = scheduler.limits, datetime.now(UTC)
+async def sweep(owner: "Owner") -> None:
+    limits, now = owner.limits, datetime.now(UTC)
     while True:
-        freed = await scheduler.store.write(
+        freed = await owner.store.write(
             futures.expire,
             now=now,
             fetched_before=now - timedelta(seconds=limits.result_seconds_after_fetch),
@@ -42,12 +42,12 @@ async def sweep(scheduler: "Scheduler") -> None:
         )
         if not (freed.results or freed.payloads or freed.rows):
             break
-    lanes = {operation.lane for operation in scheduler.results.open.values()}
-    read = {operation.reads for operation in scheduler.results.open.values() if operation.reads is not None}
-    gone = await scheduler.store.write(_forget, now, limits, lanes, read)
-    for name, driver in scheduler.models.items():
-        driver.post(Expired([run.model_id for run in gone.runs if run.base_model == name]))
-    directory = scheduler.directory
+    lanes = {operation.lane for operation in owner.results.open.values()}
+    read = {operation.reads for operation in owner.results.open.values() if operation.reads is not None}
+    gone = await owner.store.write(_forget, now, limits, lanes, read)
+    for driver in owner.drivers.values():
+        driver.post(Expired([run.model_id for run in gone.runs if run.base_model == driver.name]))
+    directory = owner.directory
     paths = [directory.weights / found.name for found in gone.weights]
     names = [name for run in gone.runs for name in (run.snapshot_name, run.newest_name)]
     paths += [directory.snapshots / name for name in names if name is not None]
@@ -57,17 +57,17 @@ async def sweep(scheduler: "Scheduler") -> None:
         log.info(
             "expired %d samplers and %d runs, deleted %d directories", len(gone.samplers), len(gone.runs), len(paths)
         )
-    _forget_memory(scheduler, gone)
+    _forget_memory(owner, gone)
 
 
-def _forget_memory(scheduler: "Scheduler", gone: _Forgotten) -> None:
-    asked_before = time.monotonic() - scheduler.limits.result_seconds
-    scheduler.results.finished_samples.forget({sampler.sampling_session_id for sampler in gone.samplers}, asked_before)
+def _forget_memory(owner: "Owner", gone: _Forgotten) -> None:
+    asked_before = time.monotonic() - owner.limits.result_seconds
+    owner.results.finished_samples.forget({sampler.sampling_session_id for sampler in gone.samplers}, asked_before)
     sessions = set()
-    for driver in scheduler.models.values():
+    for driver in owner.drivers.values():
         sessions |= {run.row.session_id for run in driver.core.runs.values()}
-    for loss_id in [loss_id for loss_id in scheduler.known_losses if loss_id.rpartition(":loss:")[0] not in sessions]:
-        del scheduler.known_losses[loss_id]  # reloaded when a run of the session comes back
+    for loss_id in [loss_id for loss_id in owner.known_losses if loss_id.rpartition(":loss:")[0] not in sessions]:
+        del owner.known_losses[loss_id]  # reloaded when a run of the session comes back
 
 
 def _forget(c: Connection, now: datetime, limits: SchedulerLimits, lanes: set[str], read: set[str]) -> _Forgotten:

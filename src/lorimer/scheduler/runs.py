@@ -100,6 +100,8 @@ class Operation:
     """The hash of the submitted payload, if it was computed."""
     reads: str | None = None
     """The weights it loads; they are not deleted before."""
+    place: str | None = None
+    """The replica that computes it."""
     is_replay: bool = False
     """It finished before a crash and is computed again for its effect on the run."""
     received: float = 0.0
@@ -560,8 +562,8 @@ def _operation_of_row(run: RunState, row: FutureRow) -> Operation:
     return known
 
 
-def operation_of(row: FutureRow, base_model: str, *, is_replay: bool = False) -> Operation:
-    """Return the operation of a journal row, without its payload."""
+def operation_of(row: FutureRow, base_model: str, *, is_replay: bool = False, payload: bytes = b"") -> Operation:
+    """Return the operation of a journal row."""
     return Operation(
         request_id=row.request_id,
         user_id=row.user_id,
@@ -571,5 +573,7 @@ def operation_of(row: FutureRow, base_model: str, *, is_replay: bool = False) ->
         seq_id=row.seq_id or 0,
         kind=row.kind,
         tokens=row.tokens,
+        payload=payload,
         is_replay=is_replay,
+        place=row.place,
     )

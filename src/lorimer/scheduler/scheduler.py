@@ -1,19 +1,20 @@
 """The scheduler's interface for the server: submit, sample, wait, cancel, status.
 
 A submit is answered as soon as its row is committed and never waits for other requests. The server checks permissions.
-Each base model has a core with its driver; this module turns requests into operations, looks up results, and recovers
-the requests of an earlier server. Call all methods on one event loop.
+Each replica of a base model has a core with its driver (``owner.py``); this module turns requests into operations,
+chooses the replica, and looks up results. Call all methods on one event loop.
 """
 
-import asyncio
-import itertools
 import json
 import logging
+import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
@@ -21,16 +22,17 @@ from lorimer.engine.messages import ModelInfo
 from lorimer.errors import Busy, Gone, InvalidInput, NotFound, Unsupported
 from lorimer.scheduler import events, journal, payloads
 from lorimer.scheduler.custom_loss import check_loss_id, loss_id
-from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.recovery import recover, take_up
+from lorimer.scheduler.owner import Owner
+from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample, replica_name, sample_key
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.retention import sweep
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
-from lorimer.scheduler.stats import SchedulerStats, ServedModel, take_stats
-from lorimer.scheduler.translate import estimated_tokens, sequence_ids
+from lorimer.scheduler.stats import STATES, SchedulerStats, ServedModel, combine, take_stats
+from lorimer.scheduler.streaming import DirectSample
+from lorimer.scheduler.translate import estimated_tokens, sequence_ids, with_seed
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store import futures
 from lorimer.store.database import Store
@@ -57,8 +59,27 @@ class Accepted:
     sample_sequence_ids: list[str] | None = None
 
 
+class Replica(Protocol):
+    """A replica of a base model, computed by this process (`Driver`) or by another one."""
+
+    name: str
+    """The base model."""
+    place: str
+
+    async def submit(self, operation: Operation, event: events.Event) -> events.Admit: ...
+    async def info(self) -> ModelInfo: ...
+    def cancel(self, request_id: str) -> None: ...
+    def load(self) -> Load: ...
+    def holds(self, model_id: str) -> bool: ...
+    def status(self) -> ServedModel: ...
+    def queue_state(self, operation: Operation) -> tuple[QueueState, str]: ...
+    def start_sample(
+        self, user_id: str, weights_id: str | None, request: types.SampleRequest, grammar: str, stream: bool
+    ) -> DirectSample: ...
+
+
 class Scheduler:
-    """Turns requests into operations, hands them to the driver of their base model, and waits for results."""
+    """Turns requests into operations, hands them to a replica of their base model, and waits for results."""
 
     def __init__(
         self,
@@ -66,88 +87,72 @@ class Scheduler:
         directory: DataDirectory,
         models: Mapping[str, EngineConfig],
         limits: SchedulerLimits | None = None,
+        num_replicas: Mapping[str, int] | None = None,
     ) -> None:
+        """``models`` are the served base models, each with one replica unless ``num_replicas`` says otherwise."""
         self.limits = limits or SchedulerLimits()
-        self.store, self.directory = store, directory
+        self.store, self.directory, self.models = store, directory, models
         self.results = Results(FinishedSamples(store), self.limits.recent_result_bytes)
         self.usage = UsageBuffer(store)
-        self.known_losses: dict[str, payloads.CreateLoss] = {}
-        self.models: dict[str, Driver] = {}
-        """The drivers by base model, once the scheduler is started."""
-        self._configs = models
-        self._supervisors: list[asyncio.Task[None]] = []
+        self.owner = Owner(store, directory, self.limits, self.results, self.usage)
+        self._num_replicas = num_replicas or {}
+        self._places: dict[str, str] = {}
+        """The replica of each run that was used since the start, by model_id."""
+        self._chance = random.Random()
         self._is_closing = False
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Recover the requests of an earlier server. Engines start on demand."""
-        for name in self._configs:
-            self.models[name] = self._new_driver(name)
-        self._supervisors = [asyncio.create_task(self._supervise(name)) for name in self._configs]
-        await recover(self)
-
-    def _new_driver(self, name: str) -> Driver:
-        return Driver(
-            name,
-            self._configs[name],
-            self.store,
-            self.directory,
-            self.limits,
-            self.results,
-            self.usage,
-            self.known_losses,
-        )
-
-    async def _supervise(self, name: str) -> None:
-        """Run the driver of a base model. If it fails because of a bug, start a new one from the journal."""
-        for pause in itertools.chain((0.0, 1.0, 5.0), itertools.repeat(30.0)):
-            try:
-                await self.models[name].run()
-            except Exception:
-                log.critical("the scheduler of %s failed; it starts again from its journal", name, exc_info=True)
-            await self.models[name].end("the scheduler failed and starts again from its journal; send this again")
-            await asyncio.sleep(pause)
-            self.models[name] = self._new_driver(name)
-            await take_up(self, [name])
+        for name, config in self.models.items():
+            for number in range(self._num_replicas.get(name, 1)):
+                self.owner.open(replica_name(name, number), name, replace(config, device_index=number))
+        await self.owner.recover()
 
     async def close(self, timeout: float = 30.0) -> None:
         """Finish what is being computed, take a snapshot of every run, and stop the engines."""
         self._is_closing = True
-        for driver in self.models.values():
-            driver.stop_waiting_for_storage()
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.gather(*(driver.drain() for driver in self.models.values()))
-        except TimeoutError:
-            log.warning("not everything finished within %.0f s; the rest is recovered at the next start", timeout)
-        for supervisor in self._supervisors:
-            supervisor.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(driver.end() for driver in self.models.values()))
+        await self.owner.close(timeout)
         await self.usage.flush()
 
     async def sweep(self) -> None:
         """Delete what has expired."""
-        await sweep(self)
+        await sweep(self.owner)
+        for model_id in [model_id for model_id, place in self._places.items() if not self._holds(place, model_id)]:
+            del self._places[model_id]
+
+    def replicas(self, name: str) -> Sequence[Replica]:
+        """Return the replicas of a base model. Raise `NotFound` if it is not served."""
+        if name not in self.models:
+            raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
+        return [replica for replica in self.owner.drivers.values() if replica.name == name]
+
+    def replica_states(self) -> list[ServedModel]:
+        return [replica.status() for name in self.models for replica in self.replicas(name)]
 
     def served_models(self) -> list[ServedModel]:
-        return [driver.status() for driver in self.models.values()]
+        return [combine([replica.status() for replica in self.replicas(name)]) for name in self.models]
 
     def stats(self) -> SchedulerStats:
-        cores = [driver.core for driver in self.models.values()]
+        cores = [driver.core for driver in self.owner.drivers.values()]
         return take_stats(self.results.open.values(), cores, self.served_models())
 
     def start_engine(self, name: str) -> None:
-        self._driver(name).slot.start()
+        """Start an engine for each replica of a base model."""
+        for driver in self.owner.drivers.values():
+            if driver.name == name:
+                driver.slot.start()
 
     async def model_info(self, name: str) -> ModelInfo:
-        return await self._driver(name).info()
+        replicas = self.replicas(name)
+        ready = [replica for replica in replicas if replica.status().info is not None]
+        return await (ready or replicas)[0].info()
 
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def create_model(self, user: User, session: Session, request: types.CreateModelRequest) -> Accepted:
-        driver = self._driver(request.base_model)
+        self.replicas(request.base_model)
         lora = request.lora_config or types.LoraConfig(rank=32)
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise InvalidInput("train_attn, train_mlp and train_unembed are all false; at least one is needed")
@@ -161,7 +166,7 @@ class Scheduler:
             user_metadata=metadata(request.user_metadata),
             optimizer_type=request.optimizer_config.type,
         )
-        return await self._create(user, session, driver, request.model_seq_id, values, payloads.CreateModel())
+        return await self._create(user, session, request.model_seq_id, values, payloads.CreateModel())
 
     async def create_from_weights(
         self, user: User, session: Session, request: types.LoadWeightsRequest, weights: Weights
@@ -185,32 +190,32 @@ class Scheduler:
         payload = payloads.CreateModel(
             path=request.path, weights_name=weights.name, optimizer=request.optimizer, answers_load=True
         )
-        driver = self._driver(weights.base_model)
-        return await self._create(user, session, driver, request.model_seq_id, values, payload)
+        return await self._create(user, session, request.model_seq_id, values, payload)
 
     async def _create(
         self,
         user: User,
         session: Session,
-        driver: Driver,
         model_seq_id: int,
         values: journal.RunValues,
         payload: payloads.CreateModel,
     ) -> Accepted:
         self._check_active(session)
+        replica = self._replica_of_run(f"{session.session_id}:train:{model_seq_id}", values.base_model)
         creation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
             session_id=session.session_id,
-            base_model=driver.name,
+            base_model=values.base_model,
             lane=f"{session.session_id}:models",
             seq_id=model_seq_id,
             kind="load_weights" if payload.answers_load else "create_model",
             payload=payloads.encode_payload(payload),
             reads=payload.weights_name,
+            place=replica.place,
         )
         accept = journal.AcceptRun(creation, session, values, self.limits.max_runs_per_session)
-        return await self._submit(driver, creation, events.CreateSubmitted(accept))
+        return await self._submit(replica, creation, events.CreateSubmitted(accept))
 
     async def train(self, user: User, run: Run, request: EncodedTraining) -> Accepted:
         """Submit a ``forward`` or ``forward_backward``."""
@@ -271,6 +276,7 @@ class Scheduler:
         tokens: int = 0,
         payload_sha256: str = "",
     ) -> Accepted:
+        replica = self._replica_of_run(run.model_id, run.base_model)
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -283,12 +289,13 @@ class Scheduler:
             payload=payload if isinstance(payload, bytes) else payloads.encode_payload(payload),
             payload_sha256=payload_sha256,
             reads=payload.weights_name if isinstance(payload, payloads.Load) else None,
+            place=replica.place,
         )
-        return await self._submit(self._driver(run.base_model), operation, events.Submitted(operation, run))
+        return await self._submit(replica, operation, events.Submitted(operation, run))
 
     def known_run(self, model_id: str) -> Run | None:
         """Return the row of a run that is active here; others are only in the store."""
-        for driver in self.models.values():
+        for driver in self.owner.drivers.values():
             if (run := driver.core.runs.get(model_id)) is not None:
                 return run.row
         return None
@@ -304,8 +311,9 @@ class Scheduler:
             seq_id=seq_id,
             kind="rejected",
         )
-        if (driver := self.models.get(run.base_model)) is not None:
-            await self._submit(driver, operation, events.ConsumeSubmitted(operation, run, reason))
+        if run.base_model in self.models:
+            replica = self._replica_of_run(run.model_id, run.base_model)
+            await self._submit(replica, operation, events.ConsumeSubmitted(operation, run, reason))
         else:
             await self.store.submit(journal.Consume(operation, run, reason).apply)
 
@@ -320,7 +328,8 @@ class Scheduler:
             seq_id=0,
             kind="unload_model",
         )
-        return await self._submit(self._driver(run.base_model), operation, events.UnloadSubmitted(operation, run))
+        replica = self._replica_of_run(run.model_id, run.base_model)
+        return await self._submit(replica, operation, events.UnloadSubmitted(operation, run))
 
     # ── losses and samples ────────────────────────────────────────────────────────────────────────────
 
@@ -333,28 +342,31 @@ class Scheduler:
             inputs=[(item.name, item.rank) for item in request.inputs],
             graph=request.graph.model_dump(),
         )
-        driver = self.loss_checker()
+        replica = self.loss_checker()
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
             session_id=session.session_id,
-            base_model=driver.name,
+            base_model=replica.name,
             lane=f"{session.session_id}:losses",
             seq_id=request.custom_loss_seq_id,
             kind="create_custom_loss",
             payload=payloads.encode_payload(payload),
+            place=replica.place,
         )
-        return await self._submit(driver, operation, events.Submitted(operation))
+        return await self._submit(replica, operation, events.Submitted(operation))
 
-    def loss_checker(self) -> Driver:
-        ready = [driver for driver in self.models.values() if driver.slot.is_ready]
-        return (ready or list(self.models.values()))[0]
+    def loss_checker(self) -> Replica:
+        """Return any replica, preferably one with an engine."""
+        replicas = [replica for name in self.models for replica in self.replicas(name)]
+        return min(replicas, key=lambda replica: STATES.index(replica.status().state))
 
     async def sample(
         self, user: User, sampler: SamplingSession, request: types.SampleRequest, encoded: bytes
     ) -> Accepted:
         """Submit a sample, given with its JSON as `translate.encoded_sample` returns both: with a seed."""
         check_sample(request)
+        replica = self._replica_of_sample(user.user_id, sampler.base_model, sampler.weights_id, request)
         sample = Sample(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -368,15 +380,33 @@ class Scheduler:
             request=request,
             weights_id=sampler.weights_id,
             model_id=sampler.model_id,
+            place=replica.place,
         )
-        accepted = await self._submit(self._driver(sampler.base_model), sample, events.Submitted(sample))
+        accepted = await self._submit(replica, sample, events.Submitted(sample))
         return Accepted(accepted.request_id, sample_sequence_ids=sequence_ids(accepted.request_id, request.num_samples))
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a sample. Other requests cannot be cancelled and continue."""
         operation = self.results.open.get(request_id)
-        if isinstance(operation, Sample):
-            self._driver(operation.base_model).post(events.Cancelled(request_id))
+        if isinstance(operation, Sample) and (replica := self._replica_at(operation.place)) is not None:
+            replica.cancel(request_id)
+
+    def start_sample(
+        self,
+        user_id: str,
+        base_model: str,
+        weights_id: str | None,
+        request: types.SampleRequest,
+        *,
+        grammar: str = "",
+        stream: bool = False,
+    ) -> DirectSample:
+        """Enqueue a direct sample, which is not journaled; with ``stream`` its tokens come in ``pieces``.
+
+        Raise `Busy` if the queue is full.
+        """
+        replica = self._replica_of_sample(user_id, base_model, weights_id, request)
+        return replica.start_sample(user_id, weights_id, with_seed(request), grammar, stream)
 
     async def completions(
         self, sampling_session_id: str, clone_id: int, prev_cursor: int, timeout: float, retrieved_ids: list[str]
@@ -423,52 +453,51 @@ class Scheduler:
         return outcome
 
     def _queue_state(self, operation: Operation) -> tuple[QueueState, str]:
-        driver = self.models.get(operation.base_model)
-        if driver is None:
+        replica = self._replica_at(operation.place)
+        if replica is None:
             return "paused_capacity", f"base model {operation.base_model!r} is not served; start the server with it"
-        return queue_state(driver, operation)
+        return replica.queue_state(operation)
+
+    # ── where requests are computed ───────────────────────────────────────────────────────────────────
+
+    def _replica_at(self, place: str | None) -> Replica | None:
+        return self.owner.drivers.get(place or "")
+
+    def _holds(self, place: str, model_id: str) -> bool:
+        replica = self._replica_at(place)
+        return replica is not None and replica.holds(model_id)
+
+    def _replica_of_run(self, model_id: str, base_model: str) -> Replica:
+        """Return the replica that holds a run, or place the run."""
+        replicas = self.replicas(base_model)
+        if len(replicas) == 1:
+            return replicas[0]
+        before = self._replica_at(self._places.get(model_id))
+        if before is not None and before.holds(model_id):
+            return before
+        chosen = choose_for_run(replicas, self._chance)
+        self._places[model_id] = chosen.place
+        return chosen
+
+    def _replica_of_sample(
+        self, user_id: str, base_model: str, weights_id: str | None, request: types.SampleRequest
+    ) -> Replica:
+        replicas = self.replicas(base_model)
+        if len(replicas) == 1:
+            return replicas[0]
+        return choose_for_sample(replicas, sample_key(user_id, weights_id, request.prompt))
 
     # ── what all submits share ────────────────────────────────────────────────────────────────────────
 
-    async def _submit(self, driver: Driver, operation: Operation, event: events.Event) -> Accepted:
+    async def _submit(self, replica: Replica, operation: Operation, event: events.Event) -> Accepted:
         if self._is_closing:
             raise Busy("the server is shutting down")
-        admitted = await driver.submit(operation, event)
+        admitted = await replica.submit(operation, event)
         return Accepted(admitted.request_id, admitted.model_id)
 
     def _check_active(self, session: Session) -> None:
         if session.status != "active":
             raise Gone(f"session {session.session_id} has ended; make a new one")
-
-    def _driver(self, name: str) -> Driver:
-        if name not in self.models:
-            raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
-        return self.models[name]
-
-
-def queue_state(driver: Driver, operation: Operation) -> tuple[QueueState, str]:
-    """Return why an operation is not finished, in a readable form."""
-    slot, core = driver.slot, driver.core
-    if slot.state == "failed":
-        return "paused_capacity", f"the engine of {driver.name} has ended and is started again ({slot.error})"
-    if slot.state != "ready":
-        return "paused_capacity", f"the engine of {driver.name} is starting: {slot.stage or 'waiting for its turn'}"
-    if operation.kind == "sample":
-        sampling = core.sampling
-        return "active", f"{sampling.num_running} samples are running and {sampling.num_waiting} waiting"
-    run = core.runs.get(operation.lane)
-    if run is None:
-        return "active", f"{driver.name} is at work on it"
-    if run.phase == "absent" or run.is_leaving:
-        return "paused_capacity", f"the engine of {driver.name} holds as many runs as it can; this one waits for room"
-    if run.phase == "restoring":
-        return "paused_capacity", "the run is brought back into memory"
-    if run.replays:
-        return "paused_capacity", f"recovering: {len(run.replays)} operations done before the engine ended are repeated"
-    missing = run.lane.missing if run.lane is not None else None
-    if missing is not None and operation.seq_id > missing:
-        return "active", f"waiting for operation {missing} of this run, which has not arrived"
-    return "active", f"{core.num_open} operations of all runs are waiting or being computed"
 
 
 # ── what is checked before a request is committed ─────────────────────────────────────────────────────

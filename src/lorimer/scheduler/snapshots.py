@@ -134,6 +134,8 @@ def _end(core: "Core", run: RunState, saving: Saving) -> None:
         restoring.loaded(core, run)
     elif saving.purpose == "park" and run.phase == "loaded" and (saving.is_forced or not run.operations):
         restoring.drop(core, run)  # without a snapshot the journal still has everything, and is replayed
+        if not run.has_work:
+            restoring.release(core, run)
     core.touch(run)
 
 

@@ -1,17 +1,32 @@
 """Statistics of the scheduler for metrics and the overview: queues by user and kind, rates, served models."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lorimer.engine.messages import ModelInfo
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
-    from lorimer.scheduler.runs import Operation
+    from lorimer.scheduler.engines import EngineSlot
+    from lorimer.scheduler.runs import Operation, QueueState
 
 RATE_SECONDS = 60.0
+STATES = ("ready", "starting", "idle", "failed")
+"""Of an engine, the most useful first."""
+SUMMED = (
+    "num_deaths",
+    "num_loaded_runs",
+    "num_loaded_samplers",
+    "num_open_operations",
+    "num_waiting_samples",
+    "num_running_samples",
+    "tokens_trained",
+    "tokens_sampled",
+    "training_rate",
+    "sampling_rate",
+)
 
 
 class TokenRate:
@@ -45,9 +60,10 @@ class TokenRate:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The state of a base model."""
+    """The state of a replica of a base model, or of all of them."""
 
     name: str
+    replica: str
     state: Literal["idle", "starting", "ready", "failed"]
     stage: str
     info: ModelInfo | None
@@ -122,6 +138,39 @@ def take_stats(
         operations_by_run={run.model_id: len(run.operations) for run in runs if run.operations},
         models=models,
     )
+
+
+def combine(replicas: Sequence[ServedModel]) -> ServedModel:
+    """Return the state of a base model: that of its readiest replica, with the numbers of all."""
+    best = min(replicas, key=lambda replica: STATES.index(replica.state))
+    if len(replicas) == 1:
+        return best
+    sums = {name: sum(getattr(replica, name) for replica in replicas) for name in SUMMED}
+    return replace(best, replica="", pid=None, **sums)
+
+
+def queue_state(name: str, slot: "EngineSlot", core: "Core", operation: "Operation") -> "tuple[QueueState, str]":
+    """Return why an operation is not finished, in a readable form."""
+    if slot.state == "failed":
+        return "paused_capacity", f"the engine of {name} has ended and is started again ({slot.error})"
+    if slot.state != "ready":
+        return "paused_capacity", f"the engine of {name} is starting: {slot.stage or 'waiting for its turn'}"
+    if operation.kind == "sample":
+        sampling = core.sampling
+        return "active", f"{sampling.num_running} samples are running and {sampling.num_waiting} waiting"
+    run = core.runs.get(operation.lane)
+    if run is None:
+        return "active", f"{name} is at work on it"
+    if run.phase == "absent" or run.is_leaving:
+        return "paused_capacity", f"the engine of {name} holds as many runs as it can; this one waits for room"
+    if run.phase == "restoring":
+        return "paused_capacity", "the run is brought back into memory"
+    if run.replays:
+        return "paused_capacity", f"recovering: {len(run.replays)} operations done before the engine ended are repeated"
+    missing = run.lane.missing if run.lane is not None else None
+    if missing is not None and operation.seq_id > missing:
+        return "active", f"waiting for operation {missing} of this run, which has not arrived"
+    return "active", f"{core.num_open} operations of all runs are waiting or being computed"
 
 
 def _totals(counts: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -2,22 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lorimer import types
 from lorimer.engine import messages
 from lorimer.errors import LorimerError
-from lorimer.scheduler import events
 from lorimer.scheduler.samples import Sample
-from lorimer.scheduler.translate import estimated_tokens, with_seed
-
-if TYPE_CHECKING:
-    from lorimer.scheduler.driver import Driver
+from lorimer.scheduler.translate import estimated_tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,8 @@ class DirectSample:
     """A running sample from the side of its caller, who must ``close`` it in any case."""
 
     sample: Sample
-    driver: "Driver"
+    cancel: Callable[[str], None]
+    """Cancels the sample with this request_id; one that has ended is not affected."""
     answer: "asyncio.Future[types.SampleResponse]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -82,28 +78,17 @@ class DirectSample:
 
     def close(self) -> None:
         """Cancel the sample unless it has ended."""
-        if self.sample.request_id in self.driver.streams:
-            self.driver.post(events.Cancelled(self.sample.request_id))
+        self.cancel(self.sample.request_id)
 
 
-def start_sample(
-    driver: "Driver",
-    user_id: str,
-    weights_id: str | None,
-    request: types.SampleRequest,
-    *,
-    grammar: str = "",
-    stream: bool = False,
-) -> DirectSample:
-    """Enqueue a sample; with ``stream`` its tokens come in ``pieces``. Raise `Busy` if the queue is full."""
-    if (error := driver.core.sampling.objection(user_id)) is not None:
-        raise error
-    request = with_seed(request)
-    sample = Sample(
+def new_sample(
+    base_model: str, user_id: str, weights_id: str | None, request: types.SampleRequest, grammar: str, stream: bool
+) -> Sample:
+    return Sample(
         request_id=secrets.token_hex(16),
         user_id=user_id,
         session_id="",
-        base_model=driver.name,
+        base_model=base_model,
         lane="",
         seq_id=0,
         kind="sample",
@@ -114,9 +99,6 @@ def start_sample(
         is_direct=True,
         is_streaming=stream,
     )
-    direct = driver.streams[sample.request_id] = DirectSample(sample, driver)
-    driver.post(events.Submitted(sample))
-    return direct
 
 
 def merge(progress: Sequence[messages.SampleProgress]) -> list[Piece]:

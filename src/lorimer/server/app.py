@@ -106,7 +106,9 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
             f"host is {settings.host!r}, which others can reach, and there are no keys: make one with "
             f"`lorimer key create NAME --data {settings.data}`, or listen on 127.0.0.1"
         )
-    scheduler = Scheduler(store, directory, settings.engine_configs(), settings.scheduler_limits())
+    scheduler = Scheduler(
+        store, directory, settings.engine_configs(), settings.scheduler_limits(), settings.num_replicas()
+    )
     return Context(
         settings=settings,
         store=store,

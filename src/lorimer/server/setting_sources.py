@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from lorimer.errors import InvalidInput
-from lorimer.server.settings import TYPES, Settings, redacted_url
+from lorimer.server.settings import TYPES, ModelSettings, Settings, redacted_url
 
 PREFIX = "LORIMER_"
 OTHER_VARIABLES = {"LORIMER_CONFIG", "LORIMER_CACHE", "LORIMER_BASE_URL", "LORIMER_API_KEY", "LORIMER_DEBUG"}
@@ -102,14 +102,27 @@ def plain(settings: Settings) -> dict[str, Any]:
     for name in TYPES:
         value = getattr(settings, name)
         found[name] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    found["model"] = {name: _own_values(table) for name, table in settings.model.items()}
     found["database"] = redacted_url(settings.database)
     return found
 
 
+def _own_values(table: ModelSettings) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.to_builtins(table).items() if value not in (None, "")}
+
+
 def as_toml(effective: Effective) -> str:
     """The settings as a TOML file, with a comment on where each came from."""
+    values = plain(effective.settings)
+    tables = values.pop("model")
     # A JSON string, number or list of strings is also TOML.
-    lines = [f"{name} = {orjson.dumps(value).decode()}" for name, value in plain(effective.settings).items()]
-    width = max(len(line) for line in lines if len(line) < 50)
-    origins = effective.origins.values()
-    return "".join(f"{line:{width}}  # {origin}\n" for line, origin in zip(lines, origins, strict=True))
+    lines = {name: f"{name} = {_toml(value)}" for name, value in values.items()}
+    width = max(len(line) for line in lines.values() if len(line) < 50)
+    text = "".join(f"{line:{width}}  # {effective.origins[name]}\n" for name, line in lines.items())
+    for name, table in tables.items():
+        text += f"\n[model.{_toml(name)}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
+    return text
+
+
+def _toml(value: object) -> str:
+    return orjson.dumps(value).decode()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import msgspec
+
 from lorimer.engine.config import Device, Dtype, EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.types.settings import Setting
@@ -32,6 +34,28 @@ def default_data_directory() -> Path:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share") / "lorimer"
 
 
+DEFAULT_MODELS = ("lorimer/tiny",)
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table ``[model."NAME"]`` of the TOML file: what differs for one base model. None takes the server's value."""
+
+    source: str = ""
+    """The directory, .gguf file or hub id; empty takes the name, or what ``models`` says."""
+    replicas: int = 1
+    device: Device | None = None
+    dtype: Dtype | None = None
+    num_threads: int | None = None
+    memory_bytes: int | None = None
+    max_context: int | None = None
+    token_budget: int | None = None
+    max_sampling_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas is {self.replicas}; at least 1 is accepted")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(SchedulerLimits):
     """The configuration of a server, constant while it runs.
@@ -42,7 +66,11 @@ class Settings(SchedulerLimits):
     # What is served, and where
     models: Annotated[
         tuple[str, ...], Setting("Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME.")
-    ] = ("lorimer/tiny",)
+    ] = DEFAULT_MODELS
+    model: Annotated[
+        dict[str, ModelSettings],
+        Setting('Tables of the TOML file, [model."NAME"], with what differs for one base model; see below.'),
+    ] = field(default_factory=dict)
     host: Annotated[str, Setting("Address to listen on; any other than loopback needs keys.")] = "127.0.0.1"
     port: Annotated[int, Setting("Port to listen on; 0 takes a free one.", 0)] = 8000
     data: Annotated[Path, Setting("Directory of the database, the weights and the snapshots.")] = field(
@@ -243,20 +271,27 @@ class Settings(SchedulerLimits):
 
     @property
     def starts_eagerly(self) -> bool:
-        return self.start_engines == "eager" or (self.start_engines == "auto" and len(self.models) == 1)
+        return self.start_engines == "eager" or (self.start_engines == "auto" and len(self.engine_configs()) == 1)
 
     def engine_configs(self) -> dict[str, EngineConfig]:
         """The engine of each served name, in the order of ``models``."""
-        if not self.models:
-            raise ValueError("models is empty; name at least one base model, such as 'lorimer/tiny'")
-        configs: dict[str, EngineConfig] = {}
-        for model in self.models:
+        sources: dict[str, str] = {}
+        for model in () if self.model and self.models == DEFAULT_MODELS else self.models:
             name, _, source = model.rpartition("=") if "=" in model else (model, "", model)
             name = served_name(name)
-            if name in configs:
+            if name in sources:
                 raise ValueError(f"models has {name!r} twice; NAME=SOURCE gives one of them another name")
-            configs[name] = self._engine_config(source)
-        return configs
+            sources[name] = source
+        for model, table in self.model.items():
+            name = served_name(model)
+            sources[name] = table.source or sources.get(name, model)
+        if not sources:
+            raise ValueError("models is empty; name at least one base model, such as 'lorimer/tiny'")
+        return {name: self._engine_config(name, source) for name, source in sources.items()}
+
+    def num_replicas(self) -> dict[str, int]:
+        """The number of replicas of each base model that has a table."""
+        return {served_name(name): table.replicas for name, table in self.model.items()}
 
     def proxy_networks(self) -> list[Network]:
         """``trusted_proxies``, read."""
@@ -274,9 +309,13 @@ class Settings(SchedulerLimits):
         """Return the settings of the scheduler."""
         return SchedulerLimits(**{item.name: getattr(self, item.name) for item in fields(SchedulerLimits)})
 
-    def _engine_config(self, source: str) -> EngineConfig:
-        """Return the settings of one engine: those that have the same name here."""
-        shared = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name in TYPES}
+    def _engine_config(self, name: str, source: str) -> EngineConfig:
+        """Return the settings of one engine: those that have the same name here, or in the model's table."""
+        shared = {field: getattr(self, field) for field in ENGINE_SETTINGS}
+        for model, table in self.model.items():
+            if served_name(model) == name:
+                own = {field: getattr(table, field) for field in ENGINE_SETTINGS if hasattr(table, field)}
+                shared |= {field: value for field, value in own.items() if value is not None}
         return EngineConfig(model=source, **shared)
 
 
@@ -298,4 +337,6 @@ _HINTS = get_type_hints(Settings)
 TYPES: dict[str, Any] = {name: _HINTS[name] for name in Settings.__annotations__}
 """The type of each setting, in the order of the documents."""
 _ANNOTATED = get_type_hints(Settings, include_extras=True) | get_type_hints(SchedulerLimits, include_extras=True)
+ENGINE_SETTINGS = [name for name in EngineConfig.__struct_fields__ if name in TYPES and name != "model"]
+"""The settings of an engine that have the same name here."""
 SETTINGS: dict[str, Setting] = {name: _ANNOTATED[name].__metadata__[0] for name in TYPES}

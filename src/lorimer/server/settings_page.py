@@ -24,7 +24,18 @@ whoever comes next finds room.
 Quotas (`max_stored_bytes`, `requests_per_second`) hold for each user, whichever key they show. `lorimer key create` and
 `lorimer key quota` give a user quotas of their own; `lorimer key list`, `lorimer usage` and the console show them.
 """
-NOTES = {"max_sessions_per_user": [SHARES]}
+TABLES = """\
+One base model may differ from the others, in a table of the TOML file. A model with a table is served without being
+named in `models`:
+
+```toml
+[model."Qwen/Qwen3-8B"]
+source = "/models/qwen3-8b"   # a directory, a .gguf file or a hub id; by default the name
+replicas = 2                  # engines that share its runs and samples, each with the whole base
+dtype = "bfloat16"            # and device, num_threads, memory_bytes, max_context, token_budget, max_sampling_rows
+```
+"""
+NOTES = {"max_sessions_per_user": [SHARES], "device": [TABLES]}
 """What is said above a table, by the first setting below."""
 
 INTRODUCTION = """# Configuration
@@ -55,7 +66,7 @@ def settings_page() -> str:
 
 def default_text(item: Field[Any]) -> str:
     if item.default is MISSING:
-        return "`~/.local/share/lorimer`"
+        return "`~/.local/share/lorimer`" if item.name == "data" else ""
     value = ", ".join(item.default) if isinstance(item.default, tuple) else item.default
     return "" if value == "" else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 

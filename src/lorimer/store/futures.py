@@ -12,7 +12,7 @@ The scheduler decides when operations run; `blobs` stores the bytes.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -67,6 +67,8 @@ class FutureRow:
     """Size in bytes; kept after the result is dropped."""
     payload_sha256: str
     """Distinguishes a retry from a different request with the same number."""
+    place: str | None
+    """The replica that computes it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Expired:
     rows: int
 
 
+_IS_QUEUED = futures.c.state == literal_column("'queued'")  # a literal, so that partial indexes match
 _COLUMNS = [futures.c[name] for name in FutureRow.__dataclass_fields__]
 _GET = select(*_COLUMNS).where(futures.c.request_id == bindparam("id"))
 _SAME_NUMBER = select(*_COLUMNS).where(futures.c.lane == bindparam("of_lane"), futures.c.seq_id == bindparam("seq"))
@@ -107,6 +110,7 @@ def accept(
     state: FutureState = "queued",
     error: str | None = None,
     category: str | None = None,
+    place: str | None = None,
 ) -> tuple[FutureRow, bool]:
     """Insert the row of an operation; return it and whether it is new. The first row of a (lane, seq_id) wins."""
     now = utc_now()
@@ -128,6 +132,7 @@ def accept(
         result_format=None,
         result_size=0,
         payload_sha256=payload_sha256 or hashlib.sha256(payload).hexdigest(),
+        place=place,
     )
     values = row.__dict__ | {"holds_bytes": bool(payload)}
     if c.execute(_insert_once(c.dialect.name), values).rowcount == 1:
@@ -181,11 +186,29 @@ def fail(
     return _end(c, request_id, state, started_at=started_at, error=storable(error), category=category)
 
 
-def unfinished(c: Connection) -> list[FutureRow]:
-    """Return all queued operations by lane and number; those without a number last, in order of arrival."""
+def unfinished(c: Connection, place: str | None = None, request_ids: Collection[str] = ()) -> list[FutureRow]:
+    """Return queued operations by lane and number; those without a number last, in order of arrival.
+
+    Return all of them, or those of the replica ``place``, or of these only ``request_ids``.
+    """
     order = (futures.c.lane, futures.c.seq_id.asc().nulls_last(), futures.c.received_at)
-    queued = futures.c.state == literal_column("'queued'")  # a literal, so that the partial index matches
-    return [_record(row) for row in c.execute(select(*_COLUMNS).where(queued).order_by(*order))]
+    query = select(*_COLUMNS).where(_IS_QUEUED)
+    if place is not None:
+        query = query.where(futures.c.place == place)
+    if request_ids:
+        query = query.where(futures.c.request_id.in_(list(request_ids)))
+    return [_record(row) for row in c.execute(query.order_by(*order))]
+
+
+def has_unfinished(c: Connection, lane: str) -> bool:
+    return c.execute(select(exists().where(_IS_QUEUED, futures.c.lane == lane))).scalar_one()
+
+
+def move(c: Connection, request_ids: Collection[str], place: str) -> None:
+    """Assign queued operations to another replica."""
+    if request_ids:
+        chosen = and_(futures.c.request_id.in_(list(request_ids)), _IS_QUEUED)
+        c.execute(update(futures).where(chosen).values(place=place))
 
 
 def journal(c: Connection, lane: str, after_seq: int) -> list[FutureRow]:

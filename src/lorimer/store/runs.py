@@ -4,7 +4,7 @@ A run has up to two snapshots: a verified one, after which the journal is kept, 
 replay longer. Operations are in `futures`, saved weights in `checkpoints`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -47,6 +47,8 @@ class Run:
     corrupted: str | None
     """Why the run cannot continue, or None."""
     is_unloaded: bool
+    replica: str | None
+    """The replica that holds it, or that holds work for it; None if any replica may take it."""
 
     @property
     def resume_seq(self) -> int:
@@ -78,6 +80,7 @@ def create_run(
     train_unembed: bool,
     optimizer_type: str,
     user_metadata: dict[str, str],
+    replica: str | None = None,
 ) -> Run:
     """Create the session's run number ``model_seq_id``. A second call returns the first row, whatever its arguments."""
     model_id, now = f"{session_id}:train:{model_seq_id}", utc_now()
@@ -99,6 +102,7 @@ def create_run(
         "last_request_at": now,
         "snapshot_seq": NO_SNAPSHOT,
         "is_unloaded": False,
+        "replica": replica,
     }
     c.execute(insert(c, runs).values(values).on_conflict_do_nothing())
     return record(Run, c.execute(_GET, {"model_id": model_id}).one())
@@ -205,6 +209,29 @@ def expire_runs(c: Connection, *, unused_before: datetime, reason: str, except_f
     chosen = update(runs).where(runs.c.model_id.in_([run.model_id for run in found]))
     c.execute(chosen.values(snapshot_seq=EXPIRED, snapshot_name=None, newest_seq=None, newest_name=None))
     return found
+
+
+def lock(c: Connection, model_id: str, *, is_shared: bool = False) -> str | None:
+    """Lock the row of a run until the transaction ends, and return its replica. SQLite has one writer and no locks."""
+    query = select(runs.c.replica).where(runs.c.model_id == model_id)
+    return c.execute(query.with_for_update(read=is_shared)).scalar_one_or_none()
+
+
+def place(c: Connection, model_id: str, replica: str) -> None:
+    """Assign a run to a replica."""
+    c.execute(update(runs).where(runs.c.model_id == model_id).values(replica=replica))
+
+
+def release(c: Connection, model_id: str, replica: str) -> None:
+    """Let any replica take a run that this one held."""
+    held = (runs.c.model_id == model_id) & (runs.c.replica == replica)
+    c.execute(update(runs).where(held).values(replica=None))
+
+
+def release_lost(c: Connection, live: Collection[str], base_models: Collection[str]) -> None:
+    """Let any replica take the runs of these base models whose replica is not ``live``."""
+    lost = runs.c.replica.is_not(None) & runs.c.replica.not_in(list(live)) & runs.c.base_model.in_(list(base_models))
+    c.execute(update(runs).where(lost).values(replica=None))
 
 
 def mark_unloaded(c: Connection, model_id: str, is_unloaded: bool = True) -> None:

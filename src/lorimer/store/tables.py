@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0005"
+SCHEMA_VERSION = "0006"
 """The newest revision in `migrations/versions`."""
 
 
@@ -170,9 +170,11 @@ runs = Table(
     _text("newest_name", null=True),
     _text("corrupted", null=True),
     Column("is_unloaded", Boolean, nullable=False),
+    _text("replica", null=True),
     UniqueConstraint("session_id", "model_seq_id"),
     Index(None, "user_id", "created_at", "model_id"),
     Index(None, "created_at", "model_id"),
+    _part("ix_runs_replica", "replica", where="replica IS NOT NULL"),
 )
 
 futures = Table(
@@ -196,6 +198,8 @@ futures = Table(
     Column("result_size", BigInteger, nullable=False),
     _text("payload_sha256"),
     Column("holds_bytes", Boolean, nullable=False),
+    _text("place", null=True),
+    Column("finished_no", BigInteger, nullable=True),
     # Both databases treat NULL numbers as distinct, so each request without a number gets its own row.
     UniqueConstraint("lane", "seq_id"),
     Index(None, "session_id", "received_at"),
@@ -205,6 +209,30 @@ futures = Table(
     _part("ix_futures_finished_holds_bytes", "finished_at", where="holds_bytes"),
     _part("ix_futures_fetched_holds_bytes", "fetched_at", where="holds_bytes"),
     _part("ix_futures_errors", "user_id", "finished_at", where="error IS NOT NULL"),
+    _part("ix_futures_place", "place", where="state = 'queued'"),
+)
+
+owners = Table(
+    "owners",
+    metadata,
+    _id("owner_id"),
+    _text("node"),
+    _text("door"),
+    _time("until"),
+    _time("started_at"),
+)
+
+replicas = Table(
+    "replicas",
+    metadata,
+    _id("name"),
+    _text("base_model"),
+    Column("owner_id", Text, ForeignKey("owners.owner_id", ondelete="SET NULL"), nullable=True),
+    _text("state"),
+    Column("info", Json, nullable=True),
+    Column("load", Json, nullable=False),
+    _time("changed_at"),
+    Index(None, "owner_id"),
 )
 
 blobs = Table(

@@ -97,7 +97,7 @@ async def test_a_stream_waits_for_its_engine_and_tells_when_that_dies(tmp_path, 
         app.router.lifespan_context(app),
         httpx2.AsyncClient(transport=InProcessTransport(app), base_url="http://127.0.0.1", timeout=60) as http,
     ):
-        slot = app.state.context.scheduler.models["lorimer/debug"].slot
+        slot = app.state.context.scheduler.owner.drivers["lorimer/debug#0"].slot
         await app.state.context.scheduler.model_info("lorimer/debug")
         os.kill(slot.pid, signal.SIGSTOP)
         async with http.stream("POST", "/v1/completions", json=body, headers={"accept": EVENTS}) as response:

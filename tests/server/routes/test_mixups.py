@@ -20,7 +20,7 @@ async def scores(client, sampler_id, seq_id):
 
 async def test_many_samplers_with_room_for_two_keep_their_weights(server, ada, monkeypatch):
     """Sampling what was put out of memory is slower, never an error or other weights; training goes on untouched."""
-    core = server.context.scheduler.models[MODEL].core
+    core = server.context.scheduler.owner.drivers[f"{MODEL}#0"].core
     monkeypatch.setattr(core, "limits", replace(core.limits, max_loaded_samplers=2))
     run_id = await ada.run()
     samplers, first = [], []

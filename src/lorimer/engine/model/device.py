@@ -34,21 +34,21 @@ class Device:
 
 
 def open_device(config: EngineConfig) -> Device:
-    device = _choose(config.device)
+    device = _choose(config.device, config.device_index)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or _num_cores())
     dtype = choose_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     return Device(device, dtype, config.memory_bytes or int(0.7 * free_bytes(device)))
 
 
-def _choose(name: str) -> torch.device:
+def _choose(name: str, index: int) -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind, is_there in available.items() if is_there))
+        name = next(kind for kind, is_there in available.items() if is_there)
     if not available[name]:
         there = ", ".join(kind for kind, is_there in available.items() if is_there)
         raise InvalidInput(f"device {name!r} is not available on this machine; it has {there}")
-    return torch.device(name)
+    return torch.device(name, index % torch.cuda.device_count()) if name == "cuda" else torch.device(name)
 
 
 def _num_cores() -> int:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from lorimer import types
 from lorimer.errors import InvalidInput
-from lorimer.scheduler.streaming import DirectSample, Piece, start_sample
+from lorimer.scheduler.streaming import DirectSample, Piece
 from lorimer.server.context import context_of, user_of
 from lorimer.server.data_checks import check_sample
 from lorimer.server.openai.detokenizing import Detokenizer, StopText
@@ -174,7 +174,6 @@ Samples = list[DirectSample]
 def start(request: Request, source: Source, body: Sampling, wanted: Sequence[Wanted]) -> Samples:
     """Put the samples into the queue of their model; they must be closed."""
     context = context_of(request)
-    model = context.scheduler.models[source.text.name]
     requests = [one.request(body) for one in wanted]
     for made in requests:
         check_sample(context.settings, made)
@@ -182,7 +181,9 @@ def start(request: Request, source: Source, body: Sampling, wanted: Sequence[Wan
     try:
         user_id, weights_id = user_of(request).user_id, source.weights_id
         for made, one in zip(requests, wanted, strict=True):
-            sample = start_sample(model, user_id, weights_id, made, grammar=one.grammar, stream=body.stream)
+            sample = context.scheduler.start_sample(
+                user_id, source.text.name, weights_id, made, grammar=one.grammar, stream=body.stream
+            )
             samples.append(sample)
     except BaseException:
         close(samples)

@@ -1,0 +1,99 @@
+"""Chooses the replica of a base model that computes a request, and lets runs move between replicas.
+
+Replicas share nothing, so a run lives in one of them: the less loaded of two chosen at random. It stays there while the
+replica holds it or has work for it; once evicted it is placed anew. Samples are placed by their weights, so that a
+replica which holds them, and has computed the same prompt before, gets the next one too.
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from sqlalchemy import Connection
+
+from lorimer import types
+from lorimer.scheduler.journal import Transaction
+from lorimer.store import futures, runs
+
+PROMPT_TOKENS = 16
+"""Samples of the base model are placed by their user and this many first tokens of their prompt."""
+MAX_OVERLOAD, SLACK = 1.25, 8
+"""A replica with more than this multiple of the mean number of samples, plus the slack, is passed over."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a replica is."""
+
+    num_runs: int = 0
+    """Runs in the engine, or with work for it."""
+    max_runs: int = 1
+    num_samples: int = 0
+    is_usable: bool = True
+    """Its engine is ready, or can be started."""
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_runs < self.max_runs
+
+
+class Placeable(Protocol):
+    @property
+    def place(self) -> str: ...
+    def load(self) -> Load: ...
+
+
+R = TypeVar("R", bound=Placeable)
+
+
+def replica_name(base_model: str, number: int) -> str:
+    return f"{base_model}#{number}"
+
+
+def choose_for_run(replicas: Sequence[R], chance: random.Random) -> R:
+    """Return the less loaded of two random replicas, preferring usable ones with room."""
+    loads = {replica.place: replica.load() for replica in replicas}
+    for wanted in (lambda load: load.is_usable and load.has_room, lambda load: load.is_usable, lambda load: True):
+        if found := [replica for replica in replicas if wanted(loads[replica.place])]:
+            two = chance.sample(found, min(2, len(found)))
+            return min(two, key=lambda replica: loads[replica.place].num_runs)
+    raise LookupError("there is no replica")
+
+
+def choose_for_sample(replicas: Sequence[R], key: str) -> R:
+    """Return the first replica in the order of the key's rendezvous hash that is usable and not overloaded."""
+    loads = {replica.place: replica.load() for replica in replicas}
+    usable = [replica for replica in replicas if loads[replica.place].is_usable] or list(replicas)
+    limit = MAX_OVERLOAD * sum(loads[replica.place].num_samples for replica in usable) / len(usable) + SLACK
+    order = sorted(usable, key=lambda replica: _score(key, replica.place))
+    return next((replica for replica in order if loads[replica.place].num_samples <= limit), order[0])
+
+
+def sample_key(user_id: str, weights_id: str | None, prompt: types.ModelInput) -> str:
+    """Return what decides where a sample is computed."""
+    if weights_id is not None:
+        return weights_id
+    first = prompt.chunks[0] if prompt.chunks else None
+    tokens = list(first.tokens[:PROMPT_TOKENS]) if isinstance(first, types.EncodedTextChunk) else []
+    return f"{user_id}:{tokens}"
+
+
+def _score(key: str, place: str) -> bytes:
+    return hashlib.blake2b(f"{key}\0{place}".encode(), digest_size=8).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class Release(Transaction):
+    """Let any replica take a run that this one evicted. Return False if operations for it are queued here."""
+
+    model_id: str
+    place: str
+
+    def apply(self, c: Connection) -> bool:
+        runs.lock(c, self.model_id)
+        if futures.has_unfinished(c, self.model_id):
+            return False
+        runs.release(c, self.model_id, self.place)
+        return True

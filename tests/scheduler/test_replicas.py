@@ -1,0 +1,165 @@
+"""Several replicas of a base model in one process: where runs and samples go, and what a death delays."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample
+from tests.scheduler.service import MODEL, Service, service
+
+LEFT, RIGHT = f"{MODEL}#0", f"{MODEL}#1"
+
+
+class Replica:
+    def __init__(self, place: str, load: Load) -> None:
+        self.place, self._load = place, load
+
+    def load(self) -> Load:
+        return self._load
+
+
+def place_of(opened: Service, model_id: str) -> str:
+    (place,) = [driver.place for driver in opened.scheduler.owner.drivers.values() if driver.holds(model_id)]
+    return place
+
+
+async def on_each(opened: Service, user, session):
+    """Create runs until both replicas have one; return a run of each."""
+    found: dict[str, object] = {}
+    for number in range(64):
+        run = await opened.create(user, session, number)
+        found.setdefault(place_of(opened, run.model_id), run)
+        if len(found) == 2:
+            return found[LEFT], found[RIGHT]
+    raise AssertionError("all runs are on one replica")
+
+
+@pytest.mark.asyncio
+async def test_replicas_share_runs_and_a_death_delays_only_its_own(tmp_path):
+    async with service(tmp_path / "data", num_replicas=2) as opened:
+        user, session = await opened.session()
+        left, right = await on_each(opened, user, session)
+        assert (await opened.run(left.model_id)).replica == LEFT
+        for run in (left, right):
+            await opened.done(await opened.train(user, run, 1))
+        victim, other = opened.scheduler.owner.drivers[LEFT], opened.scheduler.owner.drivers[RIGHT]
+        os.kill(victim.slot.pid, signal.SIGSTOP)  # it computes nothing until it is killed
+        stuck = await opened.step(user, left, 2)
+        await opened.done(await opened.step(user, right, 2))
+        assert (await opened.outcome(stuck, 0)).state == "pending"
+        os.kill(victim.slot.pid, signal.SIGKILL)
+        await opened.done(stuck)
+        assert (victim.slot.num_deaths, other.slot.num_deaths) == (1, 0)
+        first, second = [await opened.save(user, run, 3, "end") for run in (left, right)]
+        assert (first / "adapter_model.safetensors").read_bytes() == (second / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.asyncio
+async def test_an_evicted_run_moves_to_the_replica_with_less_load(tmp_path):
+    async with service(tmp_path / "data", num_replicas=2) as opened:
+        user, session = await opened.session()
+        left, _ = await on_each(opened, user, session)
+        await opened.done(await opened.train(user, left, 1))
+        await opened.done(await opened.step(user, left, 2))
+        drivers = opened.scheduler.owner.drivers
+        while place_of(opened, left.model_id) == LEFT:
+            await opened.scheduler.unload(user, left)
+            async with asyncio.timeout(60):
+                while drivers[LEFT].holds(left.model_id) or (await opened.run(left.model_id)).replica is not None:
+                    await asyncio.sleep(0.01)
+            number = 100 + len(drivers[LEFT].core.runs)
+            while len(drivers[LEFT].core.runs) <= len(drivers[RIGHT].core.runs):
+                await opened.create(user, session, number)
+                number += 1
+            behind = await opened.train(user, left, 3)
+            await opened.done(behind)
+        assert (await opened.run(left.model_id)).replica == RIGHT
+        assert json.loads(await opened.done(await opened.step(user, left, 4)))["metrics"]["optimizer_step"] == 2
+
+
+@pytest.mark.asyncio
+async def test_samples_go_where_their_weights_are_and_a_retry_is_not_computed_twice(tmp_path):
+    async with service(tmp_path / "data", num_replicas=2) as opened:
+        user, session = await opened.session()
+        sampler = await opened.base_sampler(user, session)
+        for seq_id in range(6):
+            await opened.done(await opened.sample(user, sampler, seq_id, seed=1))
+        sampled = [driver.core.sampling.sampled.total for driver in opened.scheduler.owner.drivers.values()]
+        assert sorted(sampled) == [0, 30]
+        # The owner of a waiting sample keeps it, although the retry is sent to another replica.
+        busy = opened.scheduler.owner.drivers[LEFT if sampled[0] else RIGHT]
+        os.kill(busy.slot.pid, signal.SIGSTOP)
+        first = await opened.sample(user, sampler, 100, seed=2, max_tokens=64)
+        busy.load = lambda: Load(num_samples=1000)
+        again = await opened.sample(user, sampler, 100, seed=2, max_tokens=64)
+        assert again.request_id == first.request_id
+        other = opened.scheduler.owner.drivers[RIGHT if sampled[0] else LEFT]
+        assert first.request_id not in other.core.open
+        os.kill(busy.slot.pid, signal.SIGCONT)
+        await opened.done(first)
+
+
+@pytest.mark.asyncio
+async def test_a_restart_with_fewer_replicas_takes_up_everything(tmp_path):
+    opened = await Service.open(tmp_path / "data", num_replicas=2)
+    user, session = await opened.session()
+    left, right = await on_each(opened, user, session)
+    for driver in opened.scheduler.owner.drivers.values():
+        os.kill(driver.slot.pid, signal.SIGSTOP)
+    waiting = [await opened.train(user, run, 1) for run in (left, right)]
+    sampler = await opened.base_sampler(user, session)
+    waiting.append(await opened.sample(user, sampler, 0, seed=1))
+    await opened.die()
+    async with service(tmp_path / "data", num_replicas=1) as opened:
+        for accepted in waiting:
+            await opened.done(accepted)
+        for run in (left, right):
+            assert (await opened.run(run.model_id)).replica == LEFT
+            assert json.loads(await opened.done(await opened.step(user, run, 2)))["metrics"]["optimizer_step"] == 1
+
+
+loads = st.builds(Load, st.integers(0, 9), st.integers(1, 9), st.integers(0, 100), st.booleans())
+
+
+@given(st.lists(loads, min_size=1, max_size=6), st.integers())
+def test_a_run_gets_room_if_there_is_any(found, seed):
+    replicas = [Replica(f"m#{number}", load) for number, load in enumerate(found)]
+    chosen = choose_for_run(replicas, random.Random(seed)).load()
+    assert chosen.is_usable or not any(load.is_usable for load in found)
+    if any(load.is_usable and load.has_room for load in found):
+        assert chosen.has_room
+    better = [load for load in found if load.is_usable and load.has_room and load.num_runs < chosen.num_runs]
+    assert (
+        len(better) < max(1, len([load for load in found if load.is_usable and load.has_room]) - 1) or len(found) == 1
+    )
+
+
+def test_a_replica_more_moves_only_its_share_of_the_samples():
+    def places(count):
+        replicas = [Replica(f"m#{number}", Load()) for number in range(count)]
+        return [choose_for_sample(replicas, f"weights-{key}").place for key in range(2000)]
+
+    four, five = places(4), places(5)
+    assert max(Counter(four).values()) < 600
+    moved = [(before, after) for before, after in zip(four, five, strict=True) if before != after]
+    assert {after for _, after in moved} == {"m#4"}
+    assert 300 < len(moved) < 500
+
+
+def test_an_overloaded_or_failed_replica_is_passed_over():
+    replicas = [Replica(f"m#{number}", Load()) for number in range(3)]
+    first = choose_for_sample(replicas, "weights")
+    first._load = Load(num_samples=100)
+    second = choose_for_sample(replicas, "weights")
+    assert second is not first
+    first._load, second._load = Load(), Load(is_usable=False)
+    assert choose_for_sample(replicas, "weights") is first
+    first._load = Load(is_usable=False)
+    assert choose_for_sample(replicas, "weights") not in (first, second)
