@@ -106,6 +106,10 @@ class DiskFull(StorageError):
     """There is no room left; the message has the bytes needed, where known, and the bytes free."""
 
 
+class Fenced(LorimerError):
+    """This process lost its lease, so it must not write: another one computes its replicas."""
+
+
 class ModelRefused(LorimerError):
     """The base model cannot be trained or sampled exactly, so it is not loaded."""
 

@@ -125,7 +125,13 @@ async def test_a_restart_with_fewer_replicas_takes_up_everything(tmp_path):
             assert json.loads(await opened.done(await opened.step(user, run, 2)))["metrics"]["optimizer_step"] == 1
 
 
-loads = st.builds(Load, st.integers(0, 9), st.integers(1, 9), st.integers(0, 100), st.booleans())
+loads = st.builds(
+    Load,
+    num_runs=st.integers(0, 9),
+    max_runs=st.integers(1, 9),
+    num_samples=st.integers(0, 100),
+    is_usable=st.booleans(),
+)
 
 
 @given(st.lists(loads, min_size=1, max_size=6), st.integers())

@@ -78,6 +78,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="Precision of the base: auto, float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")] = None,
     eager: Annotated[bool | None, typer.Option("--eager/--lazy", help="Load models at start, or on first use.")] = None,
+    role: Annotated[str | None, typer.Option(help="all, or api: serve only, and leave computing to workers.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, pretty or json.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigOption = None,
@@ -93,13 +94,19 @@ def serve(
         "dtype": dtype,
         "device": device,
         "start_engines": None if eager is None else "eager" if eager else "lazy",
+        "role": role,
         "log_format": log_format,
         "log_level": log_level,
     }
     effective = effective_settings(flags, config, set_)
 
     settings = effective.settings
-    check_models(settings)
+    if settings.role == "worker":
+        raise InvalidInput("role is 'worker'; start it with `lorimer worker`")
+    if settings.role == "all":
+        check_models(settings)
+    else:
+        check_postgres_driver()
 
     from rich.console import Console
 
@@ -109,6 +116,58 @@ def serve(
 
     configure_logs(settings.log_format, settings.log_level)
     run(settings, Banner(Console(file=sys.stdout, emoji=False)))
+
+
+@app.command(
+    rich_help_panel=SERVICE,
+    epilog=examples(
+        "lorimer worker --database postgresql://lorimer@db/lorimer",
+        "lorimer worker --config cluster.toml --set worker_replicas=2",
+    ),
+)
+@cli_command
+def worker(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="Base model: a name, a directory or a .gguf file; NAME=SOURCE renames it."),
+    ] = None,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+    replicas: Annotated[int | None, typer.Option(help="Most replicas to compute; 0 takes all that are free.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, pretty or json.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Compute base models for API replicas (`lorimer serve --role api`) over one PostgreSQL database, until Ctrl-C."""
+    flags = {
+        "role": "worker",
+        "models": tuple(model) if model else None,
+        "data": data,
+        "database": database,
+        "worker_replicas": replicas,
+        "log_format": log_format,
+        "log_level": log_level,
+    }
+    settings = effective_settings(flags, config, set_).settings
+    check_postgres_driver()
+    check_models(settings)
+
+    from lorimer.server.log_format import configure_logs
+    from lorimer.server.worker_process import run_worker
+
+    def announce(owner_id: str) -> None:
+        note(f"lorimer: worker {owner_id[:8]} is ready for replicas of {', '.join(settings.engine_configs())}")
+
+    configure_logs(settings.log_format, settings.log_level)
+    run_worker(settings, announce)
+
+
+def check_postgres_driver() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("psycopg") is None:
+        raise InvalidInput('the PostgreSQL driver is missing; install it with `pip install "lorimer[server,postgres]"`')
 
 
 def check_models(settings: "Settings") -> None:

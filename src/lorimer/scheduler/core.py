@@ -113,6 +113,10 @@ class Core:
                 self.commit(journal.Consume(operation, row, reason), self.runs.get(row.model_id))
             case events.Arrived():
                 self._arrived(event)
+            case events.Unloaded(model_id=model_id):
+                self._unload(model_id)
+            case events.Refused(model_id=model_id, seq_id=seq_id):
+                self._skip(model_id, seq_id)
             case events.Committed(transaction=transaction, result=result):
                 self._end_commit(transaction)
                 self._committed(transaction, result)
@@ -135,7 +139,7 @@ class Core:
                 if (run := self.runs.get(model_id)) is not None:
                     snapshots.verified(self, run, name, is_whole)
             case events.Expired(model_ids=model_ids):
-                self._expire(model_ids)
+                restoring.expire(self, model_ids)
             case events.Closing():
                 self.is_closing = True
                 self.emit(events.SetTimer(events.Timer("drain"), policies.DRAIN_SECONDS))
@@ -247,6 +251,11 @@ class Core:
         run = self.runs.get(operation.lane)
         if run is not None and operation.status == "received" and run.operations.get(operation.seq_id) is operation:
             del run.operations[operation.seq_id]
+            self.touch(run)
+
+    def _skip(self, model_id: str, seq_id: int) -> None:
+        if (run := self.runs.get(model_id)) is not None:
+            run.skip(seq_id)
             self.touch(run)
 
     def _arrive(self, run: RunState, operation: Operation) -> None:
@@ -476,9 +485,8 @@ class Core:
                 self.emit(Resolve(operation, outcome))
                 self.emit(Admit(operation, operation.request_id, model_id))
             case journal.Consume(operation=operation, run=row), is_new:
-                if is_new and (run := self.runs.get(row.model_id)) is not None:
-                    run.skip(operation.seq_id)
-                    self.touch(run)
+                if is_new:
+                    self._skip(row.model_id, operation.seq_id)
                 self.emit(Admit(operation, operation.request_id, row.model_id))
             case ((journal.ReadJournal() | journal.FallBack()), found):
                 restoring.journal_read(self, transaction, found)
@@ -578,18 +586,3 @@ class Core:
         run = self.runs.get(model_id)
         if run is not None and run.is_idle:
             snapshots.park(self, run, is_forced=False)
-
-    def _expire(self, model_ids: Iterable[str]) -> None:
-        for model_id in model_ids:
-            run = self.runs.get(model_id)
-            if run is not None and not run.has_work:
-                restoring.drop(self, run)
-                self.forget(run)
-        for run in [run for run in self.runs.values() if run.is_forgettable]:
-            self.forget(run)
-
-    def forget(self, run: RunState) -> None:
-        """Drop a run about which the store knows everything."""
-        for runs in (self.held, self.ready, self.leaving, self.runs):
-            runs.pop(run.model_id, None)
-        self.waiting.update(run, False)

@@ -80,7 +80,8 @@ class Driver:
     def load(self) -> Load:
         core = self.core
         num_samples = core.sampling.num_waiting + core.sampling.num_running
-        return Load(len(core.runs), core.limits.max_loaded_runs, num_samples, self.slot.state != "failed")
+        is_usable = self.slot.state != "failed"
+        return Load(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
 
     def holds(self, model_id: str) -> bool:
         """Return whether a run must stay here: it is in the engine, has work, or a request for it is arriving."""
@@ -221,7 +222,7 @@ class Driver:
                     self._fail_engine_waiters(self.slot.refusal or EngineError(reason))
             case events.Committed(transaction=journal.ReadJournal() | journal.FallBack(), result=found):
                 for graph in found.losses if found is not None else ():
-                    self._learn_loss(graph)
+                    self.learn_loss(graph)
             case events.Committed(transaction=journal.FinishLoss(payload=payload)):
                 self._known_losses[payload.loss_id] = payload
                 self._registered_losses.add(payload.loss_id)
@@ -325,7 +326,7 @@ class Driver:
             self._registered_losses.add(loss_id)
         return command
 
-    def _learn_loss(self, graph: bytes) -> None:
+    def learn_loss(self, graph: bytes) -> None:
         payload = decode_payload(graph)
         assert isinstance(payload, CreateLoss)
         self._known_losses[payload.loss_id] = payload

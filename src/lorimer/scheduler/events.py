@@ -55,6 +55,21 @@ class Arrived:
     is_creation: bool = False
 
 
+@dataclass(frozen=True)
+class Unloaded:
+    """Another process accepted the unload of this run: evict it if it is idle."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Another process refused the submit with this seq_id of a run: nothing will be computed for it."""
+
+    model_id: str
+    seq_id: int
+
+
 @dataclass(frozen=True, eq=False)
 class Committed:
     transaction: Transaction
@@ -138,6 +153,8 @@ Event = (
     | UnloadSubmitted
     | ConsumeSubmitted
     | Arrived
+    | Refused
+    | Unloaded
     | Committed
     | CommitFailed
     | Replied

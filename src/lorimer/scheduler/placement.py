@@ -14,8 +14,12 @@ from typing import Protocol, TypeVar
 from sqlalchemy import Connection
 
 from lorimer import types
-from lorimer.scheduler.journal import Transaction
+from lorimer.errors import Busy
+from lorimer.scheduler.journal import Accept, Transaction
+from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.scheduler.runs import Operation
 from lorimer.store import futures, runs
+from lorimer.store.futures import FutureRow
 
 PROMPT_TOKENS = 16
 """Samples of the base model are placed by their user and this many first tokens of their prompt."""
@@ -31,6 +35,8 @@ class Load:
     """Runs in the engine, or with work for it."""
     max_runs: int = 1
     num_samples: int = 0
+    open_bytes: int = 0
+    """Bytes of its unfinished operations."""
     is_usable: bool = True
     """Its engine is ready, or can be started."""
 
@@ -82,6 +88,29 @@ def sample_key(user_id: str, weights_id: str | None, prompt: types.ModelInput) -
 
 def _score(key: str, place: str) -> bytes:
     return hashlib.blake2b(f"{key}\0{place}".encode(), digest_size=8).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptAt(Transaction):
+    """Accept an operation for the replica that holds its run. A run that none holds goes to the operation's replica.
+
+    The row of the run stays locked, so that its owner cannot release the run meanwhile.
+    """
+
+    operation: Operation
+    limits: SchedulerLimits
+
+    def apply(self, c: Connection) -> tuple[FutureRow, bool]:
+        operation = self.operation
+        assert operation.place is not None
+        runs.place_free(c, operation.lane, operation.place)
+        operation.place = runs.lock(c, operation.lane, is_shared=True)
+        found = Accept(operation, max_stored_bytes=self.limits.max_stored_bytes).apply(c)
+        if found[1] and futures.num_unfinished(c, operation.lane) > self.limits.max_open_operations:
+            raise Busy(
+                f"run {operation.lane} has {self.limits.max_open_operations} unfinished operations; wait for some"
+            )
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,7 +191,7 @@ def close_when_drained(core: "Core") -> None:
 
 def watch_gap(core: "Core", run: RunState) -> None:
     """Start or stop the timer of a run that waits for a missing seq_id."""
-    missing = run.lane.missing if run.lane is not None else None
+    missing = run.missing_seq
     if missing is None:
         run.end_gap()
     elif run.gap_since is None and not core.is_closing:

@@ -15,12 +15,13 @@ from lorimer import types
 from lorimer.errors import CheckpointError
 from lorimer.scheduler import journal, payloads
 from lorimer.scheduler.events import Arrived
-from lorimer.scheduler.runs import Operation, operation_of
+from lorimer.scheduler.runs import TRAINING, Operation, operation_of
 from lorimer.scheduler.samples import Sample
-from lorimer.store import futures, retention, runs, samplers
+from lorimer.store import custom_loss, futures, retention, runs, samplers
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.types.encoding import read_loss
 
 if TYPE_CHECKING:
     from lorimer.scheduler.driver import Driver
@@ -43,6 +44,8 @@ class _Found:
     payloads: dict[str, bytes]
     damaged: dict[str, CheckpointError]
     """By request_id: why its payload cannot be read."""
+    losses: list[bytes]
+    """Payloads of the custom losses that training operations among them use."""
 
 
 async def take_up(
@@ -58,6 +61,8 @@ async def take_up(
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
         found = await owner.store.read(_find, batch, () if reads_all else LAZY)
+        for graph in found.losses:
+            driver.learn_loss(graph)
         for row in batch:
             await _take_up(owner, driver, row, found)
     return len(rows)
@@ -70,18 +75,27 @@ def _find(c: Connection, rows: Sequence[FutureRow], without_payload: Collection[
     found_samplers = [samplers.get_sampler(c, sampler_id) for sampler_id in sampler_ids]
     readable: dict[str, bytes] = {}
     damaged: dict[str, CheckpointError] = {}
+    with_losses: set[str] = set()
     for row in rows:
         if row.kind not in without_payload:
             try:
                 readable |= journal.payloads(c, [row.request_id])
             except CheckpointError as error:
                 damaged[row.request_id] = error
+            if row.kind in TRAINING and row.session_id and uses_custom_loss(readable.get(row.request_id, b"")):
+                with_losses.add(row.session_id)
+    losses = [loss.payload for session_id in with_losses for loss in custom_loss.losses_of_session(c, session_id)]
     return _Found(
         {run.model_id: run for run in found_runs if run is not None},
         {sampler.sampling_session_id: sampler for sampler in found_samplers if sampler is not None},
         readable,
         damaged,
+        losses,
     )
+
+
+def uses_custom_loss(payload: bytes) -> bool:
+    return bool(payload) and read_loss(payload)[0] == "custom"
 
 
 def _is_creation(row: FutureRow) -> bool:

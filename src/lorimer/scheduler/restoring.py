@@ -6,6 +6,7 @@ gets its first snapshot), *creating* (the answer to its creation is committed). 
 loaded. A newest snapshot that cannot be read is dropped, and the run is restored from the one before it.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,25 @@ def released(core: "Core", run: RunState | None, is_released: bool) -> None:
     if not is_released:
         run.adopt(replace(run.row, replica=core.place))
     elif run.is_forgettable:
-        core.forget(run)
+        forget(core, run)
+
+
+def expire(core: "Core", model_ids: Iterable[str]) -> None:
+    """Forget these runs unless they have work, and all about which the store knows everything."""
+    for model_id in model_ids:
+        run = core.runs.get(model_id)
+        if run is not None and not run.has_work:
+            drop(core, run)
+            forget(core, run)
+    for run in [run for run in core.runs.values() if run.is_forgettable]:
+        forget(core, run)
+
+
+def forget(core: "Core", run: RunState) -> None:
+    """Drop a run about which the store knows everything."""
+    for runs in (core.held, core.ready, core.leaving, core.runs):
+        runs.pop(run.model_id, None)
+    core.waiting.update(run, False)
 
 
 def _drop_from_engine(core: "Core", run: RunState) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 from lorimer.scheduler.finished_samples import FinishedSamples
 from lorimer.scheduler.runs import Operation, Outcome
@@ -15,6 +16,8 @@ class Results:
         self.open: dict[str, Operation] = {}
         """Every committed request without a result, by request_id."""
         self.finished_samples = finished_samples
+        self.on_settled: Callable[[Operation], None] | None = None
+        """Called with each request that has ended."""
         self._waiters: dict[str, asyncio.Future[Outcome]] = {}
         self._recent: OrderedDict[str, tuple[str, Outcome]] = OrderedDict()
         """By request_id: the user_id and the outcome."""
@@ -32,6 +35,8 @@ class Results:
             waiter.set_result(outcome)
         if isinstance(operation, Sample):
             self.finished_samples.add(operation, outcome)
+        if self.on_settled is not None:
+            self.on_settled(operation)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
         """Return the outcome of an open request, or None after ``timeout`` seconds."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
+from lorimer.scheduler import payloads
 from lorimer.scheduler.events import Expired
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store import audit, checkpoints, futures, runs, samplers, weights
@@ -42,9 +43,7 @@ async def sweep(owner: "Owner") -> None:
         )
         if not (freed.results or freed.payloads or freed.rows):
             break
-    lanes = {operation.lane for operation in owner.results.open.values()}
-    read = {operation.reads for operation in owner.results.open.values() if operation.reads is not None}
-    gone = await owner.store.write(_forget, now, limits, lanes, read)
+    gone = await owner.store.write(_forget, now, limits)
     for driver in owner.drivers.values():
         driver.post(Expired([run.model_id for run in gone.runs if run.base_model == driver.name]))
     directory = owner.directory
@@ -70,12 +69,15 @@ def _forget_memory(owner: "Owner", gone: _Forgotten) -> None:
         del owner.known_losses[loss_id]  # reloaded when a run of the session comes back
 
 
-def _forget(c: Connection, now: datetime, limits: SchedulerLimits, lanes: set[str], read: set[str]) -> _Forgotten:
+def _forget(c: Connection, now: datetime, limits: SchedulerLimits) -> _Forgotten:
     """Delete rows that have expired and return what they referred to.
 
     Rows are deleted before directories: a directory without a row is deleted at the next start, a row without a
-    directory never exists. ``lanes`` are samplers and runs in use; weights named in ``read`` are about to be loaded.
+    directory never exists. Samplers and runs with unfinished requests stay, and weights that one of these loads.
     """
+    lanes = set(futures.unfinished_lanes(c))
+    loads = [payloads.decode_payload(payload) for payload in futures.unfinished_loads(c)]
+    read = {load.weights_name for load in loads if isinstance(load, payloads.Load | payloads.CreateModel)}
     for checkpoint in checkpoints.expired(c, now):
         checkpoints.delete(c, checkpoint.checkpoint_key)
         path = checkpoint_path(checkpoint.model_id, checkpoint.kind, checkpoint.name)

@@ -318,6 +318,11 @@ class RunState:
             return ()
         return self.lane.ready
 
+    @property
+    def missing_seq(self) -> int | None:
+        """The seq_id that its operations wait for, if any."""
+        return self.lane.missing if self.lane is not None else None
+
     def has_passed(self, seq_id: int) -> bool:
         """Return whether the run is known to be beyond this seq_id."""
         return seq_id <= self.row.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))

@@ -126,7 +126,11 @@ class Scheduler:
         """Return the replicas of a base model. Raise `NotFound` if it is not served."""
         if name not in self.models:
             raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
-        return [replica for replica in self.owner.drivers.values() if replica.name == name]
+        return [replica for replica in self._all_replicas().values() if replica.name == name]
+
+    def _all_replicas(self) -> Mapping[str, Replica]:
+        """Return the replicas of all base models by name."""
+        return self.owner.drivers
 
     def replica_states(self) -> list[ServedModel]:
         return [replica.status() for name in self.models for replica in self.replicas(name)]
@@ -276,7 +280,7 @@ class Scheduler:
         tokens: int = 0,
         payload_sha256: str = "",
     ) -> Accepted:
-        replica = self._replica_of_run(run.model_id, run.base_model)
+        replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -312,7 +316,7 @@ class Scheduler:
             kind="rejected",
         )
         if run.base_model in self.models:
-            replica = self._replica_of_run(run.model_id, run.base_model)
+            replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
             await self._submit(replica, operation, events.ConsumeSubmitted(operation, run, reason))
         else:
             await self.store.submit(journal.Consume(operation, run, reason).apply)
@@ -328,7 +332,7 @@ class Scheduler:
             seq_id=0,
             kind="unload_model",
         )
-        replica = self._replica_of_run(run.model_id, run.base_model)
+        replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
         return await self._submit(replica, operation, events.UnloadSubmitted(operation, run))
 
     # ── losses and samples ────────────────────────────────────────────────────────────────────────────
@@ -461,14 +465,14 @@ class Scheduler:
     # ── where requests are computed ───────────────────────────────────────────────────────────────────
 
     def _replica_at(self, place: str | None) -> Replica | None:
-        return self.owner.drivers.get(place or "")
+        return self._all_replicas().get(place or "")
 
     def _holds(self, place: str, model_id: str) -> bool:
         replica = self._replica_at(place)
         return replica is not None and replica.holds(model_id)
 
-    def _replica_of_run(self, model_id: str, base_model: str) -> Replica:
-        """Return the replica that holds a run, or place the run."""
+    def _replica_of_run(self, model_id: str, base_model: str, replica: str | None = None) -> Replica:
+        """Return the replica that holds a run, or place the run. Its row names ``replica``."""
         replicas = self.replicas(base_model)
         if len(replicas) == 1:
             return replicas[0]

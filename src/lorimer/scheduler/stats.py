@@ -167,7 +167,7 @@ def queue_state(name: str, slot: "EngineSlot", core: "Core", operation: "Operati
         return "paused_capacity", "the run is brought back into memory"
     if run.replays:
         return "paused_capacity", f"recovering: {len(run.replays)} operations done before the engine ended are repeated"
-    missing = run.lane.missing if run.lane is not None else None
+    missing = run.missing_seq
     if missing is not None and operation.seq_id > missing:
         return "active", f"waiting for operation {missing} of this run, which has not arrived"
     return "active", f"{core.num_open} operations of all runs are waiting or being computed"

@@ -37,6 +37,8 @@ class DirectSample:
     answer: "asyncio.Future[types.SampleResponse]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    on_progress: Callable[[messages.SampleProgress], None] | None = None
+    """Gets new tokens instead of ``pieces``."""
     _progress: list[messages.SampleProgress] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,6 +66,9 @@ class DirectSample:
         self.answer.result()
 
     def progress(self, progress: messages.SampleProgress) -> None:
+        if self.on_progress is not None:
+            self.on_progress(progress)
+            return
         self._progress.append(progress)
         self._arrived.set()
 

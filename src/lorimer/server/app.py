@@ -29,6 +29,7 @@ from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exce
 from lorimer.server.guard import Guard
 from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.prometheus import Metrics
+from lorimer.server.roles import open_store, secret_of
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
@@ -38,6 +39,21 @@ from lorimer.store.directory import DataDirectory
 
 GUESSES_SECONDS = 20.0
 """Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
+
+
+def make_scheduler(
+    settings: Settings, store: Store, directory: DataDirectory, secret: bytes, credentials: Credentials
+) -> Scheduler:
+    """Return the scheduler of this process's role."""
+    given = (store, directory, settings.engine_configs(), settings.scheduler_limits(), settings.num_replicas())
+    if settings.role == "all":
+        return Scheduler(*given)
+    from lorimer.scheduler.doors import door_token
+    from lorimer.scheduler.remote import RemoteScheduler  # needs the PostgreSQL driver
+
+    scheduler = RemoteScheduler(*given, door_token(secret), credentials.reload_soon)
+    credentials.on_change = scheduler.send_keys_changed
+    return scheduler
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -84,9 +100,10 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
             periodic = Periodic(seconds, job, name)
             periodic.start()
             stack.push_async_callback(periodic.stop)
-        control = Control(context)
-        await control.start()
-        stack.push_async_callback(control.stop)
+        if settings.role == "all":  # the data directory may be shared by others
+            control = Control(context)
+            await control.start()
+            stack.push_async_callback(control.stop)
         if settings.starts_eagerly:
             for name in settings.engine_configs():
                 context.scheduler.start_engine(name)
@@ -98,7 +115,8 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
     directory, store = await asyncio.to_thread(open_store, settings)
     stack.callback(directory.unlock)
     stack.callback(store.close)
-    signer = Signer(directory.secret)
+    secret = secret_of(settings, directory)
+    signer = Signer(secret)
     credentials = Credentials(store, signer, allow_open=settings.is_loopback)
     await credentials.start()
     if not (settings.is_loopback or await credentials.list()):
@@ -106,9 +124,7 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
             f"host is {settings.host!r}, which others can reach, and there are no keys: make one with "
             f"`lorimer key create NAME --data {settings.data}`, or listen on 127.0.0.1"
         )
-    scheduler = Scheduler(
-        store, directory, settings.engine_configs(), settings.scheduler_limits(), settings.num_replicas()
-    )
+    scheduler = make_scheduler(settings, store, directory, secret, credentials)
     return Context(
         settings=settings,
         store=store,
@@ -124,22 +140,3 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         failed_lookups=TokenBuckets(GUESSES_SECONDS),
         decoders=Decoders(settings),
     )
-
-
-def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
-    """Lock the data directory and open its database, or the configured one.
-
-    Raise ``InUse`` if another server holds either.
-    """
-    directory = DataDirectory(settings.data)
-    store: Store | None = None
-    try:
-        directory.lock()
-        store = Store.open(settings.database or None, directory, durability=settings.durability)
-        store.lock()
-    except BaseException:
-        if store is not None:
-            store.close()
-        directory.unlock()
-        raise
-    return directory, store

@@ -4,10 +4,11 @@ A key is identified by the SHA-256 of its secret; secrets are neither stored nor
 immediately in this process, and within ``REMEMBER_SECONDS`` in any other process on the same database.
 """
 
+import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -43,6 +44,9 @@ class Credentials:
         self._found: dict[bytes, tuple[float, Identity]] = {}
         self._used: dict[int, datetime] = {}
         self._local: User | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when this process has changed keys or quotas."""
+        self._reloading: asyncio.Task[None] | None = None
         self.is_open = False
 
     async def start(self) -> None:
@@ -50,6 +54,15 @@ class Credentials:
         if self._allow_open and not await self._store.read(any_key):
             self._local = await self._store.write(users.ensure_user, LOCAL_USER)
             self.is_open = True
+
+    def reload_soon(self) -> None:
+        """Forget what is cached, because another process has changed keys or quotas."""
+        self._found.clear()
+        if self.is_open:
+            self._reloading = asyncio.create_task(self._reload())
+
+    async def _reload(self) -> None:
+        self.is_open = not await self._store.read(any_key)
 
     async def identify(self, credential: str) -> Identity:
         """Authenticate a credential. Raise ``Unauthorized`` if it is missing, unknown, expired or revoked."""
@@ -89,18 +102,21 @@ class Credentials:
         """Create a key and return it with its secret, which is not stored. Ends open mode."""
         created: tuple[ApiKey, str] = await self._store.write(users.create_key, user_name, name, note)
         self.is_open = False
+        self.on_change()
         return created
 
     async def set_quotas(self, user_name: str, values: Mapping[str, float | None]) -> User:
         """Set a user's own quotas, which apply to all of their keys. Quotas not named stay unchanged."""
         user: User = await self._store.write(users.set_quotas, user_name, values)
         self._found.clear()
+        self.on_change()
         return user
 
     async def revoke(self, key_id: int) -> bool:
         """Revoke a key immediately. Return false if it does not exist or was already revoked."""
         revoked: bool = await self._store.write(users.revoke_key, key_id)
         self._found.clear()
+        self.on_change()
         return revoked
 
     async def flush(self) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from lorimer.server.app import open_store
 from lorimer.server.control import KeyCommand, Reply, ask_server, run_command
 from lorimer.server.credentials import Credentials
+from lorimer.server.roles import open_store
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 
@@ -16,7 +16,8 @@ def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
 
 
 async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
-    directory, store = open_store(settings)
+    # The API replicas and workers of a PostgreSQL database share it; a server alone has the control socket.
+    directory, store = open_store(settings, is_shared=settings.database.startswith("postgresql"))
     try:
         credentials = Credentials(store, Signer(directory.secret), allow_open=False)
         return await run_command(credentials, settings, command)

@@ -20,6 +20,7 @@ from lorimer.types.settings import Setting
 Durability = Literal["process", "power"]
 LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Role = Literal["all", "api", "worker"]
 StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -96,6 +97,27 @@ class Settings(SchedulerLimits):
     log_level: Annotated[
         LogLevel, Setting("Least severe message that is logged; debug has polls and heartbeats too.")
     ] = "info"
+
+    # Several processes
+    role: Annotated[
+        Role,
+        Setting(
+            "all serves and computes in one installation of one process; api only serves, and needs a PostgreSQL"
+            " database and workers (`lorimer worker`, whose role is worker)."
+        ),
+    ] = "all"
+    secret_file: Annotated[
+        str, Setting("File of the secret that signs tokens and links; the same for all processes. Empty makes one.")
+    ] = ""
+    node: Annotated[str, Setting("Name of this machine, for people; empty takes the host name.")] = ""
+    worker_replicas: Annotated[int, Setting("Most replicas that one worker computes; 0 is no limit.", 0)] = 0
+    worker_host: Annotated[
+        str, Setting("Address of a worker at which API replicas reach it for streams and cancellations.")
+    ] = "127.0.0.1"
+    worker_port: Annotated[int, Setting("Its port; 0 takes a free one.", 0)] = 0
+    lease_seconds: Annotated[
+        float, Setting("A worker that was not heard of for this long is replaced: its replicas are taken over.", 0.5)
+    ] = 10.0
 
     # The engine of each base model
     device: Annotated[Device, Setting("Where base models run.")] = "auto"
@@ -254,6 +276,11 @@ class Settings(SchedulerLimits):
             raise ValueError(f"port is {self.port!r}; 0 to 65535 is accepted")
         if self.database and not self.database.startswith(("postgresql", "sqlite")):
             raise ValueError(f"database is {redacted_url(self.database)!r}; a postgresql+psycopg:// URL is accepted")
+        if self.role != "all" and not self.database.startswith("postgresql"):
+            raise ValueError(
+                f"role is {self.role!r}, which needs a PostgreSQL database: several processes cannot share a SQLite"
+                " file; set database to postgresql://user@host/name, or leave the role at 'all'"
+            )
         if not self.host:
             raise ValueError("host is empty; an address such as '127.0.0.1' is accepted")
         self.engine_configs()

@@ -8,6 +8,7 @@ from lorimer.server.settings import SETTINGS, TYPES, Settings
 
 SECTIONS = {
     "models": "What is served, and where",
+    "role": "Several processes",
     "device": "The engine of each base model",
     "max_body_bytes": "Limits of one request",
     "max_sessions_per_user": "Limits of a user, and of all",

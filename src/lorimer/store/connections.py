@@ -58,9 +58,13 @@ def reader_engine(url: URL, options: dict[str, Any]) -> Engine:
     return engine
 
 
-def take_server_lock(connection: Connection) -> None:
-    """Take PostgreSQL's advisory lock of the one server of this database, for the lifetime of the connection."""
-    if connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _SERVER_LOCK}):
+def take_server_lock(connection: Connection, *, is_shared: bool = False) -> None:
+    """Take PostgreSQL's advisory lock of the servers of this database, for the lifetime of the connection.
+
+    One server alone takes it exclusively; several API replicas and workers share it.
+    """
+    function = "pg_try_advisory_lock_shared" if is_shared else "pg_try_advisory_lock"
+    if connection.scalar(text(f"SELECT {function}(:key)"), {"key": _SERVER_LOCK}):
         return
     owner = connection.execute(
         text(
@@ -74,9 +78,10 @@ def take_server_lock(connection: Connection) -> None:
     raise InUse(f"the database is in use by {who}; stop it or name another database")
 
 
-def release_server_lock(connection: Connection) -> None:
+def release_server_lock(connection: Connection, *, is_shared: bool = False) -> None:
     """Release the lock explicitly, because PostgreSQL may notice a closed connection only later."""
-    connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _SERVER_LOCK})
+    function = "pg_advisory_unlock_shared" if is_shared else "pg_advisory_unlock"
+    connection.execute(text(f"SELECT {function}(:key)"), {"key": _SERVER_LOCK})
     connection.commit()
 
 

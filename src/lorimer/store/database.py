@@ -100,8 +100,12 @@ class Store:
         self._readers.submit(Job(_call(fn, args, kwargs), waiter))
         return waiter.result()
 
-    def lock(self) -> None:
-        """Lock a PostgreSQL database for this server.
+    def set_fence(self, fence: Callable[[Connection], None]) -> None:
+        """Begin every following write with ``fence``, which raises `Fenced` if this process must not write."""
+        self._writer.fence = fence
+
+    def lock(self, *, is_shared: bool = False) -> None:
+        """Lock a PostgreSQL database for this server, or for all processes of one installation.
 
         Raise `StorageError` that names the holder if another server has it.
 
@@ -110,7 +114,7 @@ class Store:
         patience = Patience(_LOCK_SECONDS, threading.Event())
         while True:
             try:
-                return self.write_now(self._writer.hold_server_lock)
+                return self.write_now(self._writer.hold_server_lock, is_shared)
             except StorageError:
                 if not patience.wait():
                     raise

@@ -49,10 +49,11 @@ class DataDirectory:
             raise storage_error(error, Path(error.filename or self.path), "be a data directory") from error
         self.weights, self.snapshots, self.blobs = (self.path / place for place in _PLACES)
 
-    def lock(self, *, is_restore: bool = False) -> None:
+    def lock(self, *, is_restore: bool = False, is_shared: bool = False) -> None:
         """Lock the directory until `unlock` or the end of the process. Refuse if another process holds it.
 
-        Also refuse a directory with an unfinished restore, unless ``is_restore``.
+        With ``is_shared`` other processes that share it may hold it too. Also refuse a directory with an unfinished
+        restore, unless ``is_restore``.
         """
         file = self.path / "lock"
         try:
@@ -60,7 +61,7 @@ class DataDirectory:
         except OSError as error:
             raise storage_error(error, file, "be opened") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(descriptor, 300, 0).decode("utf-8", "replace").strip() or "an unknown process"
             os.close(descriptor)
@@ -91,7 +92,7 @@ class DataDirectory:
         file = self.path / "secret"
         try:
             if not file.exists():
-                write_file(file, secrets.token_bytes(_SECRET_BYTES), sync=True)
+                _create_file(file, secrets.token_bytes(_SECRET_BYTES))
             found = file.read_bytes()
         except OSError as error:
             raise storage_error(error, file, "be read") from error
@@ -193,6 +194,16 @@ def write_file(path: Path, data: bytes, *, sync: bool) -> None:
         raise
     if sync:
         sync_directory(path.parent)
+
+
+def _create_file(path: Path, data: bytes) -> None:
+    """Write a file whole, unless another process has done so."""
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    write_file(temporary, data, sync=True)
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

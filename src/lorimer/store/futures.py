@@ -12,7 +12,7 @@ The scheduler decides when operations run; `blobs` stores the bytes.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -26,9 +26,11 @@ from sqlalchemy import (
     bindparam,
     delete,
     exists,
+    func,
     literal_column,
     or_,
     select,
+    text,
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -92,6 +94,10 @@ _FINISH = (
     .values({name: bindparam(f"new_{name}") for name in ("result_format", "result_size", "error", "category")})
     .values(holds_bytes=True)
 )
+# The id of the transaction that ended it: of two ends, the one that was visible first need not have the lower id, but
+# no id below that of the oldest open transaction is still to come.
+_NUMBERED_FINISH = _FINISH.values(finished_no=literal_column("CAST(CAST(pg_current_xact_id() AS text) AS bigint)"))
+_OLDEST_OPEN = text("SELECT CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint)")
 _FETCHED = update(futures).where(futures.c.request_id == bindparam("id")).values(fetched_at=bindparam("at"))
 
 
@@ -200,8 +206,30 @@ def unfinished(c: Connection, place: str | None = None, request_ids: Collection[
     return [_record(row) for row in c.execute(query.order_by(*order))]
 
 
+def unfinished_lanes(c: Connection) -> list[str]:
+    """Return the lanes with queued operations."""
+    return list(c.execute(select(futures.c.lane).where(_IS_QUEUED).distinct()).scalars())
+
+
+def unfinished_loads(c: Connection) -> list[bytes]:
+    """Return the payloads of queued operations that load saved weights."""
+    loads = futures.c.kind.in_(("load_weights", "create_model"))
+    ids = list(c.execute(select(futures.c.request_id).where(_IS_QUEUED, loads)).scalars())
+    return [found for request_id in ids if (found := payload(c, request_id))]
+
+
+def num_unfinished(c: Connection, lane: str) -> int:
+    return c.execute(select(func.count()).where(_IS_QUEUED, futures.c.lane == lane)).scalar_one()
+
+
 def has_unfinished(c: Connection, lane: str) -> bool:
     return c.execute(select(exists().where(_IS_QUEUED, futures.c.lane == lane))).scalar_one()
+
+
+def has_others(c: Connection, places: Collection[str]) -> bool:
+    """Return whether a queued operation is at none of these replicas."""
+    is_elsewhere = or_(futures.c.place.is_(None), futures.c.place.not_in(list(places)))
+    return c.execute(select(exists().where(_IS_QUEUED, is_elsewhere))).scalar_one()
 
 
 def move(c: Connection, request_ids: Collection[str], place: str) -> None:
@@ -215,6 +243,44 @@ def journal(c: Connection, lane: str, after_seq: int) -> list[FutureRow]:
     """Return the operations of a lane above a number, in order, whatever their state."""
     wanted = (futures.c.lane == lane) & (futures.c.seq_id > after_seq)
     return [_record(row) for row in c.execute(select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id))]
+
+
+def finished_after(
+    c: Connection, lane: str, seq_ids: range, cursor: int, limit: int = 1000
+) -> tuple[list[FutureRow], int]:
+    """Return the operations of a lane that ended after ``cursor`` and were not fetched, and the next cursor.
+
+    PostgreSQL only. One whose transaction is younger than another that is still open may be returned again; none is
+    left out.
+    """
+    oldest_open = c.execute(_OLDEST_OPEN).scalar_one()  # before the rows: all older transactions are visible to them
+    chosen = and_(
+        futures.c.lane == lane,
+        futures.c.seq_id.between(seq_ids.start, seq_ids.stop - 1),
+        futures.c.finished_no > cursor,
+        futures.c.fetched_at.is_(None),
+    )
+    query = select(*_COLUMNS, futures.c.finished_no).where(chosen).order_by(futures.c.finished_no).limit(limit)
+    rows = list(c.execute(query))
+    last = rows[-1].finished_no if rows else cursor
+    return [_record(row[:-1]) for row in rows], max(cursor, min(last, oldest_open - 1))
+
+
+def numbers_refused(c: Connection, numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return those of these (lane, seq_id) that were refused or given up, so that nothing will be computed for them."""
+    found: dict[str, int] = {}
+    for lane, seq_id in numbers.items():
+        row = c.execute(_SAME_NUMBER, {"of_lane": lane, "seq": seq_id}).one_or_none()
+        if row is not None and row.state in ("rejected", "abandoned"):
+            found[lane] = seq_id
+    return found
+
+
+def count_unfinished(c: Connection) -> list[tuple[str, str, str, int, int]]:
+    """Return the queued requests by user, kind and lane: their number and their tokens."""
+    keys = (futures.c.user_id, futures.c.kind, futures.c.lane)
+    query = select(*keys, func.count(), func.sum(futures.c.tokens)).where(_IS_QUEUED).group_by(*keys)
+    return [(user, kind, lane, count, int(tokens)) for user, kind, lane, count, tokens in c.execute(query)]
 
 
 def history(c: Connection, session_id: str, limit: int) -> list[FutureRow]:
@@ -288,7 +354,7 @@ def expire(
     return Expired(results, payloads, len(ids))
 
 
-def _record(row: Row[Any]) -> FutureRow:
+def _record(row: Row[Any] | tuple[Any, ...]) -> FutureRow:
     return FutureRow(*tuple(row))
 
 
@@ -301,7 +367,8 @@ def _insert_once(dialect: str) -> sqlite.Insert | postgresql.Insert:
 def _end(c: Connection, request_id: str, state: FutureState, **values: Any) -> bool:
     blank = {"started_at": None, "result_format": None, "result_size": 0, "error": None, "category": None}
     new = blank | values | {"state": state, "finished_at": utc_now()}
-    return c.execute(_FINISH, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}).rowcount == 1
+    finish = _NUMBERED_FINISH if c.dialect.name == "postgresql" else _FINISH
+    return c.execute(finish, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}).rowcount == 1
 
 
 def _above_snapshot() -> ColumnElement[bool]:

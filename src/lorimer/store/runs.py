@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Connection, bindparam, func, or_, select, update
+from sqlalchemy import Connection, bindparam, exists, func, or_, select, update
 
 from lorimer.errors import TooLarge
 from lorimer.store.tables import checkpoints, insert, runs
@@ -222,10 +222,23 @@ def place(c: Connection, model_id: str, replica: str) -> None:
     c.execute(update(runs).where(runs.c.model_id == model_id).values(replica=replica))
 
 
+def place_free(c: Connection, model_id: str, replica: str) -> None:
+    """Assign a run that no replica holds."""
+    free = (runs.c.model_id == model_id) & runs.c.replica.is_(None)
+    if c.execute(select(runs.c.model_id).where(free)).first() is not None:  # most runs have a replica: write nothing
+        c.execute(update(runs).where(free).values(replica=replica))
+
+
 def release(c: Connection, model_id: str, replica: str) -> None:
     """Let any replica take a run that this one held."""
     held = (runs.c.model_id == model_id) & (runs.c.replica == replica)
     c.execute(update(runs).where(held).values(replica=None))
+
+
+def has_others(c: Connection, replicas: Collection[str]) -> bool:
+    """Return whether a run is assigned to none of these replicas, but to another."""
+    is_elsewhere = runs.c.replica.is_not(None) & runs.c.replica.not_in(list(replicas))
+    return c.execute(select(exists().where(is_elsewhere))).scalar_one()
 
 
 def release_lost(c: Connection, live: Collection[str], base_models: Collection[str]) -> None:

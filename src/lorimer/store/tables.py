@@ -235,6 +235,13 @@ replicas = Table(
     Index(None, "owner_id"),
 )
 
+cluster = Table(
+    "cluster",
+    metadata,
+    _id("name"),
+    _text("value"),
+)
+
 blobs = Table(
     "blobs",
     metadata,

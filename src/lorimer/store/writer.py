@@ -6,6 +6,7 @@ that it was committed.
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -49,7 +50,9 @@ class Writer:
         self._closing = threading.Event()
         self._accepts = threading.Lock()
         self._connection: Connection | None = None
-        self._holds_server_lock = False
+        self._holds_server_lock = self._shares_server_lock = False
+        self.fence: Callable[[Connection], None] | None = None
+        """Begins every transaction; raises `Fenced` if this process must not write any more."""
         self._thread = threading.Thread(target=self._work, name="lorimer-store-writer", daemon=True)
         self._thread.start()
 
@@ -67,11 +70,11 @@ class Writer:
                 self._queue.put(None)
         self._thread.join()
 
-    def hold_server_lock(self, connection: Connection) -> None:
+    def hold_server_lock(self, connection: Connection, is_shared: bool = False) -> None:
         """Take the server lock of a PostgreSQL database, as a job. Every reconnection takes it again."""
         if connection.dialect.name == "postgresql":
-            take_server_lock(connection)
-            self._holds_server_lock = True
+            take_server_lock(connection, is_shared=is_shared)
+            self._holds_server_lock, self._shares_server_lock = True, is_shared
 
     def _work(self) -> None:
         is_open = True
@@ -82,7 +85,7 @@ class Writer:
                 deliver(group)
         if self._holds_server_lock and self._connection is not None:
             with suppress(DBAPIError):
-                release_server_lock(self._connection)
+                release_server_lock(self._connection, is_shared=self._shares_server_lock)
         self._disconnect()
 
     def _next_group(self) -> tuple[list[Job], bool]:
@@ -153,6 +156,8 @@ class Writer:
         Return whether to commit; without savepoints the first failure rolls back all jobs.
         """
         transaction = connection.begin()
+        if self.fence is not None:
+            self.fence(connection)
         for job in group:
             self._run_job(connection, job, with_savepoint=with_savepoints)
             if job.error is not None and not with_savepoints:
@@ -204,7 +209,7 @@ class Writer:
             connection = self._engine.connect()
             try:
                 if self._holds_server_lock:
-                    take_server_lock(connection)
+                    take_server_lock(connection, is_shared=self._shares_server_lock)
                     connection.commit()
             except BaseException:
                 disconnect(connection)

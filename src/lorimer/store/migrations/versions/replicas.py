@@ -34,6 +34,12 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name", name=op.f("pk_replicas")),
     )
     op.create_index(op.f("ix_replicas_owner_id"), "replicas", ["owner_id"], unique=False)
+    op.create_table(
+        "cluster",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("value", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_cluster")),
+    )
     op.add_column("runs", sa.Column("replica", sa.Text(), nullable=True))
     op.create_index(
         "ix_runs_replica",

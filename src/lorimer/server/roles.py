@@ -1,0 +1,77 @@
+"""What differs between the processes of one installation: how they open the store, and what they must agree on."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from lorimer.errors import InvalidInput, StorageError
+from lorimer.server.settings import Settings
+from lorimer.store import owners
+from lorimer.store.database import Store
+from lorimer.store.directory import DataDirectory
+
+MAX_CLOCK_SECONDS = 5.0
+"""How far the clocks of this machine and of the database may be apart: they date tokens, links and what expires."""
+MIN_SECRET_BYTES = 32
+
+
+def open_store(settings: Settings, *, is_shared: bool = False) -> tuple[DataDirectory, Store]:
+    """Lock the data directory and open its database, or the configured one.
+
+    Several processes of one installation share both. Raise ``InUse`` if another server holds either.
+    """
+    is_shared = is_shared or settings.role != "all"
+    directory = DataDirectory(settings.data)
+    store: Store | None = None
+    try:
+        directory.lock(is_shared=is_shared)
+        store = Store.open(settings.database or None, directory, durability=settings.durability)
+        store.lock(is_shared=is_shared)
+        if settings.role != "all":
+            agree(settings, directory, store)
+    except BaseException:
+        if store is not None:
+            store.close()
+        directory.unlock()
+        raise
+    return directory, store
+
+
+def secret_of(settings: Settings, directory: DataDirectory) -> bytes:
+    """Return the secret that signs tokens and links: that of the setting, or of the data directory."""
+    if not settings.secret_file:
+        return directory.secret
+    path = Path(settings.secret_file).expanduser()
+    try:
+        found = path.read_bytes().strip()
+    except OSError as error:
+        raise StorageError(f"secret_file {str(path)!r} cannot be read: {error.strerror or error}") from error
+    if len(found) < MIN_SECRET_BYTES:
+        raise InvalidInput(
+            f"secret_file {str(path)!r} has {len(found)} bytes; at least {MIN_SECRET_BYTES} are needed:"
+            " `openssl rand -hex 32` makes some"
+        )
+    return found
+
+
+def agree(settings: Settings, directory: DataDirectory, store: Store) -> None:
+    """Refuse a process whose secret differs from that of the others, or whose clock differs from the database's."""
+    fingerprint = hashlib.sha256(b"lorimer secret" + secret_of(settings, directory)).hexdigest()
+    refusal = (
+        "the secret differs from that of the other processes on this database; set secret_file to the same file,"
+        " or data to the same directory"
+    )
+    store.write_now(owners.agree, "secret", fingerprint, refusal)
+    began = time.time()
+    theirs = store.read_now(owners.clock)
+    apart = abs(theirs - (began + time.time()) / 2) - (time.time() - began) / 2
+    if apart > MAX_CLOCK_SECONDS:
+        raise InvalidInput(
+            f"the clock of this machine and that of the database are {apart:.0f} s apart; at most"
+            f" {MAX_CLOCK_SECONDS:g} s are accepted: synchronise them (NTP)"
+        )
+
+
+def node_name(settings: Settings) -> str:
+    return settings.node or os.uname().nodename

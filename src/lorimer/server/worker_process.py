@@ -1,0 +1,75 @@
+"""``lorimer worker``: an owner process, which computes replicas of base models and serves no HTTP."""
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+
+from lorimer.scheduler.doors import Door, door_token
+from lorimer.scheduler.finished_samples import FinishedSamples
+from lorimer.scheduler.leases import LeaseConfig, Leases
+from lorimer.scheduler.owner import Owner
+from lorimer.scheduler.results import Results
+from lorimer.scheduler.usage_buffer import UsageBuffer
+from lorimer.server.roles import node_name, open_store, secret_of
+from lorimer.server.serve import SWITCH_SECONDS, install_signal_handlers
+from lorimer.server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FENCED = 75
+"""The exit code of a worker that lost its lease; it can be started again."""
+
+Announce = Callable[[str], None]
+"""Called with the id of the owner once it has a lease."""
+
+
+def run_worker(settings: Settings, announce: Announce) -> None:
+    """Run `work`, on uvloop if installed."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with suppress(ImportError):  # uvloop does not support every platform
+        from uvloop import new_event_loop as make_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(work(settings, announce))
+
+
+async def work(settings: Settings, announce: Announce) -> None:
+    """Compute replicas until SIGINT or SIGTERM, then finish what runs and leave the replicas to others."""
+    stop = asyncio.Event()
+    install_signal_handlers(stop)
+    async with AsyncExitStack() as stack:
+        directory, store = await asyncio.to_thread(open_store, settings)
+        stack.callback(directory.unlock)
+        stack.callback(store.close)
+        results = Results(FinishedSamples(store), 0)
+        usage = UsageBuffer(store)
+        owner = Owner(store, directory, settings.scheduler_limits(), results, usage)
+        door = Door(owner.drivers, door_token(secret_of(settings, directory)))
+        address = await door.start(settings.worker_host, settings.worker_port)
+        stack.push_async_callback(door.stop)
+        config = LeaseConfig(
+            node=node_name(settings),
+            door=address,
+            lease_seconds=settings.lease_seconds,
+            max_replicas=settings.worker_replicas,
+            sweep_seconds=settings.sweep_seconds,
+        )
+        leases = Leases(owner, settings.engine_configs(), settings.num_replicas(), config, end_fenced)
+        await leases.start()
+        gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
+        announce(leases.owner_id)
+        await stop.wait()
+        logger.info("shutting down: the running batch is finished, other workers take the replicas")
+        await leases.close(settings.shutdown_seconds)
+        await usage.flush()
+
+
+def end_fenced(reason: str) -> None:
+    """End this process without writing anything: another one computes its replicas. Its engines end with it."""
+    logger.error("this worker ends: %s", reason)
+    logging.shutdown()
+    os._exit(FENCED)

@@ -1,0 +1,232 @@
+"""An installation of several processes: API replicas behind nginx, workers, and a PostgreSQL server of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import httpx2
+import psutil
+
+from tests.conformance.servers import LORIMER, environment
+from tests.faults.supervisor import WAIT_SECONDS, eventually, free_port
+from tests.store.postgres import PostgresServer, find_binaries, running
+
+NGINX = """\
+daemon off;
+pid {directory}/nginx.pid;
+error_log stderr warn;
+worker_processes 1;
+events {{ worker_connections 1024; }}
+http {{
+    access_log off;
+    client_body_temp_path {directory}/body;
+    proxy_temp_path {directory}/proxy;
+    fastcgi_temp_path {directory}/fastcgi;
+    uwsgi_temp_path {directory}/uwsgi;
+    scgi_temp_path {directory}/scgi;
+    upstream api {{ {upstreams} }}
+    server {{
+        listen 127.0.0.1:{port};
+        client_max_body_size 0;
+        location / {{
+            proxy_pass http://api;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_set_header Host $host:$server_port;
+            proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
+            proxy_read_timeout 300s;
+            proxy_buffering off;
+        }}
+    }}
+}}
+"""
+
+
+def missing_programs() -> str:
+    """Say what is missing on this machine; empty if nothing is."""
+    if find_binaries() is None:
+        return "PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)"
+    if find_nginx() is None:
+        return "nginx is not installed (Debian: apt-get install nginx)"
+    return ""
+
+
+def find_nginx() -> str | None:
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+
+
+class Member:
+    """A process that is started again when it ends, until `stop`."""
+
+    def __init__(self, name: str, command: list[str], log: Path, extra: Mapping[str, str] | None = None) -> None:
+        self.name, self.command, self.log = name, command, log
+        self.exit_codes: list[int] = []
+        self._environment = environment(**(extra or {}))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        while not self._is_ending.is_set():
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(self.command, env=self._environment, stdout=log, stderr=log)
+            self.exit_codes.append(self._process.wait())
+            self._is_ending.wait(0.2)
+
+    @property
+    def pid(self) -> int:
+        eventually(lambda: self._process is not None, f"{self.name} was started")
+        assert self._process is not None
+        return self._process.pid
+
+    def engines(self) -> list[psutil.Process]:
+        try:
+            return [child for child in psutil.Process(self.pid).children() if "lorimer.engine" in child.cmdline()]
+        except psutil.NoSuchProcess:
+            return []
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process without a warning; return when it has ended."""
+        ended = len(self.exit_codes)
+        self.send(signal.SIGKILL)
+        eventually(lambda: len(self.exit_codes) > ended, f"{self.name} ended")
+
+    def kill_engine(self) -> None:
+        for engine in self.engines()[:1]:
+            engine.kill()
+
+    def stop(self) -> None:
+        self._is_ending.set()
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        self._keeper.join(WAIT_SECONDS)
+
+    def logged(self) -> str:
+        return self.log.read_text("utf-8", "replace") if self.log.exists() else ""
+
+
+class Installation:
+    """Use as a context."""
+
+    def __init__(
+        self,
+        directory: Path,
+        models: Mapping[str, str],
+        *,
+        num_apis: int = 2,
+        num_workers: int = 2,
+        num_replicas: int = 2,
+        postgres: PostgresServer | None = None,
+        database: str = "postgres",
+        **settings: object,
+    ) -> None:
+        """``models`` are sources by name, each with ``num_replicas`` for each worker."""
+        self.directory, self.data = directory, directory / "data"
+        self.config = directory / "lorimer.toml"
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.apis: list[Member] = []
+        self.workers: list[Member] = []
+        self.ports = [free_port() for _ in range(num_apis)]
+        self._models, self._num_workers, self._num_replicas = models, num_workers, num_replicas
+        self._given, self._database, self._settings = postgres, database, settings
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        binaries = find_binaries()
+        assert binaries is not None
+        self.postgres = self._given or self._stack.enter_context(running(binaries))
+        self.config.write_text(self._toml())
+        for number in range(self._num_workers):
+            self.add_worker(number)
+        for number, port in enumerate(self.ports):
+            command = [*LORIMER, "serve", "--role", "api", "--config", str(self.config), "--port", str(port)]
+            self.apis.append(self._member(f"api-{number}", command))
+        nginx = self.directory / "nginx"
+        nginx.mkdir(mode=0o755)
+        for parent in [nginx, *nginx.parents]:  # nginx's workers run as another user
+            if parent.owner() == self.directory.owner() and parent != Path("/"):
+                parent.chmod(parent.stat().st_mode | 0o011)
+        upstreams = " ".join(f"server 127.0.0.1:{port} max_fails=1 fail_timeout=1s;" for port in self.ports)
+        text = NGINX.format(directory=nginx, upstreams=upstreams, port=self.url.rpartition(":")[2])
+        (nginx / "nginx.conf").write_text(text)
+        program = find_nginx()
+        assert program is not None
+        self._member("nginx", [program, "-p", str(nginx), "-c", str(nginx / "nginx.conf")])
+        for port in self.ports:
+            eventually(lambda port=port: self._answers(port), "API replicas are ready")
+
+    def _toml(self) -> str:
+        settings = {
+            "database": self.postgres.url(self._database),
+            "data": str(self.data),
+            "dtype": "float32",
+            "num_threads": 1,
+            "log_format": "json",
+            "trusted_proxies": ["127.0.0.1"],
+            "worker_replicas": self._num_replicas * len(self._models),
+            "lease_seconds": 3.0,
+        } | self._settings
+        lines = [f"{name} = {_toml(value)}" for name, value in settings.items()]
+        for name, source in self._models.items():
+            lines += [
+                f'[model."{name}"]',
+                f'source = "{source}"',
+                f"replicas = {self._num_replicas * self._num_workers}",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def add_worker(self, number: int) -> Member:
+        member = self._member(f"worker-{number}", [*LORIMER, "worker", "--config", str(self.config)])
+        self.workers.append(member)
+        return member
+
+    def _member(self, name: str, command: list[str]) -> Member:
+        member = Member(name, command, self.directory / f"{name}.log")
+        self._stack.callback(member.stop)
+        return member
+
+    def _answers(self, port: int) -> bool:
+        try:
+            return httpx2.get(f"http://127.0.0.1:{port}/readyz", timeout=30).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    def create_key(self, user: str) -> str:
+        command = [*LORIMER, "key", "create", user, "--config", str(self.config)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def logged(self) -> str:
+        return "\n".join(
+            f"== {path.name}\n{path.read_text('utf-8', 'replace')[-4000:]}" for path in self.directory.glob("*.log")
+        )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
