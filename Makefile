@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -25,10 +25,11 @@ test: $(INSTALLED) ## Run what any change can break, in about 11 minutes on two 
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
 test-service: $(INSTALLED) ## Run official clients against servers, faults, PostgreSQL and killed processes; make faults has more
+	@sh tools/packages.sh nginx postgresql
 	$(PYTEST) -m "service and not slow and not gpu" --timeout=900 -o faulthandler_timeout=1000
 
 test-console: $(INSTALLED) ## Run the tests of the console in a browser
-	@sh tools/browser.sh
+	@sh tools/packages.sh chromium
 	$(PYTEST) -m "console and not gpu" --timeout=300 -o faulthandler_timeout=400
 
 test-slow: $(INSTALLED) ## Run the other slow tests, and those that download something
@@ -44,6 +45,10 @@ coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach o
 
 conformance-old: $(INSTALLED) ## Run seven older releases of the official SDK against a server
 	$(BIN)/python -m tests.conformance.old
+
+conformance-cluster: $(INSTALLED) ## Run the conformance tests on two API replicas and two workers behind nginx
+	@sh tools/packages.sh nginx postgresql
+	LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/conformance --ignore=tests/conformance/postgres -m "not slow" --timeout=900
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

@@ -18,7 +18,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 DOCUMENT_IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-MAX_LINES = {"README.md": 150, "ARCHITECTURE.md": 185, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
+MAX_LINES = {"README.md": 150, "ARCHITECTURE.md": 195, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
 
 SOURCE_SUFFIXES = (".py", ".md", ".toml")
 FOLDERS = {"src", "tests", "docs", "tools", "bench", ".ci"} | {

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -127,11 +127,12 @@ class Installation:
         num_apis: int = 2,
         num_workers: int = 2,
         num_replicas: int = 2,
+        users: Sequence[str] = (),
         postgres: PostgresServer | None = None,
         database: str = "postgres",
         **settings: object,
     ) -> None:
-        """``models`` are sources by name, each with ``num_replicas`` for each worker."""
+        """``models`` are sources by name, each with ``num_replicas`` for each worker; ``users`` get keys."""
         self.directory, self.data = directory, directory / "data"
         self.config = directory / "lorimer.toml"
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -139,6 +140,7 @@ class Installation:
         self.workers: list[Member] = []
         self.ports = [free_port() for _ in range(num_apis)]
         self._models, self._num_workers, self._num_replicas = models, num_workers, num_replicas
+        self.keys = dict.fromkeys(users, "")
         self._given, self._database, self._settings = postgres, database, settings
         self._stack = ExitStack()
 
@@ -159,6 +161,8 @@ class Installation:
         assert binaries is not None
         self.postgres = self._given or self._stack.enter_context(running(binaries))
         self.config.write_text(self._toml())
+        for user in self.keys:
+            self.keys[user] = self.create_key(user)
         for number in range(self._num_workers):
             self.add_worker(number)
         for number, port in enumerate(self.ports):

@@ -1,7 +1,8 @@
 """The servers, users and clients of the conformance tests. What the SDK writes at home goes to a temporary home."""
 
 import gc
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,8 @@ LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptio
 
 HERE = Path(__file__).parent
 SERVERS = ExitStack()
+IS_CLUSTER = bool(os.environ.get("LORIMER_TEST_CLUSTER"))
+"""All of these tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,23 +61,39 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("keyed") / "data"
 
 
-@pytest.fixture(scope="session")
-def keys(data_directory: Path) -> dict[str, str]:
-    """The first keys are made before the server runs, with its data directory alone."""
-    return {user: create_key(data_directory, user) for user in ("alice", "bob")}
+def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settings: object) -> RunningServer:
+    """Serve until the last test of this folder, in one process or in several. ``users`` get keys before that."""
+    if not IS_CLUSTER:
+        KEYS.update({user: create_key(data, user) for user in users})
+        return SERVERS.enter_context(running_server(data, models, **settings))
+    from tests.cluster.installation import Installation
+
+    named = dict(model.split("=", 1) if "=" in model else (model, model) for model in models)
+    folder = data.parent
+    opened = SERVERS.enter_context(Installation(folder, named, num_replicas=1, users=users, **settings))
+    KEYS.update(opened.keys)
+    return RunningServer(opened.url, opened.data)
+
+
+KEYS: dict[str, str] = {}
 
 
 @pytest.fixture(scope="session")
-def server(data_directory: Path, keys: dict[str, str]) -> RunningServer:
+def keys(server: RunningServer) -> dict[str, str]:
+    return KEYS
+
+
+@pytest.fixture(scope="session")
+def server(data_directory: Path) -> RunningServer:
     """Two names for one small model. Polls end early, so that clients ask several times."""
     models = [f"{name}=lorimer/debug" for name in (MODEL, TWIN)]
-    return SERVERS.enter_context(running_server(data_directory, models, poll_seconds=0.5, start_engines="lazy"))
+    return serve(data_directory, models, ("alice", "bob"), poll_seconds=0.5, start_engines="lazy")
 
 
 @pytest.fixture(scope="session")
 def open_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     """A server without keys, as one starts it at home."""
-    return SERVERS.enter_context(running_server(tmp_path_factory.mktemp("open") / "data", ["lorimer/debug"]))
+    return serve(tmp_path_factory.mktemp("open") / "data", ["lorimer/debug"])
 
 
 @pytest.fixture(scope="session")
@@ -84,8 +103,7 @@ def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
 
     place = tmp_path_factory.mktemp("seeing")
     make_debug_vision_model(place / "model", architecture="qwen3_vl")
-    model = f"{SEEING}={place / 'model'}"
-    return SERVERS.enter_context(running_server(place / "data", [model], max_image_bytes=100_000))
+    return serve(place / "data", [f"{SEEING}={place / 'model'}"], max_image_bytes=100_000)
 
 
 @pytest.fixture(scope="session")

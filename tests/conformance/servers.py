@@ -32,8 +32,10 @@ def environment(**values: str) -> dict[str, str]:
 
 
 def create_key(data: Path, user: str) -> str:
-    """The secret of a new key."""
+    """The secret of a new key. An installation of several processes has its configuration beside the data."""
+    config = data.parent / "lorimer.toml"
     command = [*LORIMER, "key", "create", user, "--data", str(data)]
+    command += ["--config", str(config)] if config.exists() else []
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()

@@ -165,9 +165,12 @@ class RemoteScheduler(Scheduler):
         num_replicas: Mapping[str, int],
         door_token: str,
         on_keys_changed: Callable[[], None] = lambda: None,
+        on_keys_looked_for: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_keys_changed`` is called when another process says so, ``on_keys_looked_for`` now and then."""
         super().__init__(store, directory, models, limits, num_replicas)
-        self._token, self._on_keys_changed = door_token, on_keys_changed
+        self._token = door_token
+        self._on_keys_changed, self._on_keys_looked_for = on_keys_changed, on_keys_looked_for
         self._remote: dict[str, RemoteReplica] = {}
         self._doors: dict[str, DoorClient] = {}
         self._wakeups: Wakeups | None = None
@@ -206,6 +209,7 @@ class RemoteScheduler(Scheduler):
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
+            self._on_keys_looked_for()
             try:
                 await self._refresh()
             except StorageError as error:

@@ -51,7 +51,7 @@ def make_scheduler(
     from lorimer.scheduler.doors import door_token
     from lorimer.scheduler.remote import RemoteScheduler  # needs the PostgreSQL driver
 
-    scheduler = RemoteScheduler(*given, door_token(secret), credentials.reload_soon)
+    scheduler = RemoteScheduler(*given, door_token(secret), credentials.forget, credentials.look_for_keys)
     credentials.on_change = scheduler.send_keys_changed
     return scheduler
 

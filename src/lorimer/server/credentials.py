@@ -9,12 +9,13 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection
 
-from lorimer.errors import Unauthorized
+from lorimer.errors import StorageError, Unauthorized
 from lorimer.server.signing import Signer
 from lorimer.store import checkpoints, users
 from lorimer.store.database import Store
@@ -46,7 +47,7 @@ class Credentials:
         self._local: User | None = None
         self.on_change: Callable[[], None] = lambda: None
         """Called when this process has changed keys or quotas."""
-        self._reloading: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self.is_open = False
 
     async def start(self) -> None:
@@ -55,14 +56,19 @@ class Credentials:
             self._local = await self._store.write(users.ensure_user, LOCAL_USER)
             self.is_open = True
 
-    def reload_soon(self) -> None:
+    def forget(self) -> None:
         """Forget what is cached, because another process has changed keys or quotas."""
         self._found.clear()
-        if self.is_open:
-            self._reloading = asyncio.create_task(self._reload())
+        self.look_for_keys()
 
-    async def _reload(self) -> None:
-        self.is_open = not await self._store.read(any_key)
+    def look_for_keys(self) -> None:
+        """End open mode soon if another process has created a key."""
+        if self.is_open and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look_for_keys())
+
+    async def _look_for_keys(self) -> None:
+        with suppress(StorageError):
+            self.is_open = not await self._store.read(any_key)
 
     async def identify(self, credential: str) -> Identity:
         """Authenticate a credential. Raise ``Unauthorized`` if it is missing, unknown, expired or revoked."""
