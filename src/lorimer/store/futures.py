@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -31,11 +30,11 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from lorimer.store import blobs
+from lorimer.store.statements import Statement
 from lorimer.store.tables import blobs as contents
-from lorimer.store.tables import futures, runs
+from lorimer.store.tables import futures, insert_for, runs
 from lorimer.store.values import new_id, storable, utc_now
 
 FutureState = Literal["queued", "done", "failed", "rejected", "abandoned", "cancelled"]
@@ -82,12 +81,15 @@ _COLUMNS = [futures.c[name] for name in FutureRow.__dataclass_fields__]
 _GET = select(*_COLUMNS).where(futures.c.request_id == bindparam("id"))
 _SAME_NUMBER = select(*_COLUMNS).where(futures.c.lane == bindparam("of_lane"), futures.c.seq_id == bindparam("seq"))
 _QUEUED = and_(futures.c.request_id == bindparam("id"), futures.c.state == "queued")
-_FINISH = (
-    update(futures)
-    .where(_QUEUED)
-    .values({name: bindparam(f"new_{name}") for name in ("state", "started_at", "finished_at")})
-    .values({name: bindparam(f"new_{name}") for name in ("result_format", "result_size", "error", "category")})
-    .values(holds_bytes=True)
+_INSERT = Statement(lambda dialect: insert_for(dialect, futures).on_conflict_do_nothing())
+_FINISH = Statement(
+    lambda _: (
+        update(futures)
+        .where(_QUEUED)
+        .values({name: bindparam(f"new_{name}") for name in ("state", "started_at", "finished_at")})
+        .values({name: bindparam(f"new_{name}") for name in ("result_format", "result_size", "error", "category")})
+        .values(holds_bytes=True)
+    )
 )
 _FETCHED = update(futures).where(futures.c.request_id == bindparam("id")).values(fetched_at=bindparam("at"))
 
@@ -129,8 +131,7 @@ def accept(
         result_size=0,
         payload_sha256=payload_sha256 or hashlib.sha256(payload).hexdigest(),
     )
-    values = row.__dict__ | {"holds_bytes": bool(payload)}
-    if c.execute(_insert_once(c.dialect.name), values).rowcount == 1:
+    if _INSERT.run(c, row.__dict__ | {"holds_bytes": bool(payload)}) == 1:
         if payload:
             blobs.put(c, row.request_id, "payload", payload)
         return row, True
@@ -269,16 +270,10 @@ def _record(row: Row[Any]) -> FutureRow:
     return FutureRow(*tuple(row))
 
 
-@lru_cache
-def _insert_once(dialect: str) -> sqlite.Insert | postgresql.Insert:
-    statement = postgresql.insert(futures) if dialect == "postgresql" else sqlite.insert(futures)
-    return statement.on_conflict_do_nothing().execution_options(preserve_rowcount=True)
-
-
 def _end(c: Connection, request_id: str, state: FutureState, **values: Any) -> bool:
     blank = {"started_at": None, "result_format": None, "result_size": 0, "error": None, "category": None}
     new = blank | values | {"state": state, "finished_at": utc_now()}
-    return c.execute(_FINISH, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}).rowcount == 1
+    return _FINISH.run(c, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}) == 1
 
 
 def _above_snapshot() -> ColumnElement[bool]:
