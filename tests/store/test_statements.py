@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import bindparam, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from lorimer.store.statements import Statement
@@ -40,9 +40,14 @@ def test_rows_are_those_of_sqlalchemy(store):
 
 
 def test_constants_of_a_statement_are_kept(store):
-    put = Statement(lambda _: insert(blobs).values(part="result"))
-    store.write_now(put.run, {"owner": "a", "data": b"\0\xff", "file": None})
-    assert store.read_now(lambda c: c.execute(select(blobs)).all()) == [("a", "result", b"\0\xff", None)]
+    rows = [{"owner": owner, "part": "payload", "data": b"\0\xff", "file": None} for owner in ("a", "b")]
+    for row in rows:
+        store.write_now(Statement(lambda _: insert(blobs)).run, row)
+    named = blobs.c.owner == bindparam("of")
+    rename = Statement(lambda _: update(blobs).where(named, blobs.c.part == "payload").values(part="result"))
+    assert [store.write_now(rename.run, {"of": "b"}) for _ in range(2)] == [1, 0]
+    found = store.read_now(lambda c: c.execute(select(blobs.c.owner, blobs.c.part, blobs.c.data)).all())
+    assert sorted(found) == [("a", "payload", b"\0\xff"), ("b", "result", b"\0\xff")]
 
 
 def test_errors_are_those_of_sqlalchemy(store):
