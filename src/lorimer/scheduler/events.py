@@ -233,6 +233,14 @@ class SendBatch:
 
 
 @dataclass(frozen=True)
+class SendEarly:
+    """Send a ``forward`` whose row is being committed, in a batch of its own."""
+
+    operation: Operation
+    flight: Flight
+
+
+@dataclass(frozen=True)
 class SendSample:
     operation: Operation
     sampler_name: str | None
@@ -307,6 +315,7 @@ Effect = (
     | Commit
     | Send
     | SendBatch
+    | SendEarly
     | SendSample
     | CancelSample
     | Resolve
