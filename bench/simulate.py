@@ -350,6 +350,9 @@ class Simulation:
             case events.SendBatch(operations=operations):
                 self._commands.append([(one, _reply_to(one)) for one in operations])
                 self._compute()
+            case events.SendEarly(operation=operation, flight=flight):
+                self._commands.append([(operation, events.OperationReply(operation, flight))])
+                self._compute()
             case events.SendSample(operation=sample):
                 self._commands.append([(sample, _reply_to(sample))])
                 self._compute()

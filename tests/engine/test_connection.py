@@ -38,6 +38,19 @@ def test_a_message_larger_than_any_buffer_arrives_whole(pair):
     sender.join()
 
 
+def test_what_the_socket_has_no_room_for_is_left_and_can_be_sent_later(pair):
+    left, right = pair
+    messages = [bytes([number]) * size for number, size in enumerate((0, 1, 60_000, 60_000, 60_000, 60_000, 200_000))]
+    rest: list[bytes] = []
+    for message in messages:
+        rest += Connection.to_parts([message]) if rest else left.try_send([message])
+    assert rest
+    sender = threading.Thread(target=left.finish_sending, args=[rest])
+    sender.start()
+    assert [right.receive() for _ in messages] == messages
+    sender.join()
+
+
 def test_bytes_that_trickle_in_make_whole_messages():
     theirs, ours = socket.socketpair()
     connection = Connection(ours)

@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lorimer.scheduler import core, journal, policies, runs, snapshots
+from lorimer.scheduler import core, events, journal, policies, runs, snapshots
+from lorimer.scheduler.early import EarlyForward
 from lorimer.scheduler.runs import PHASE_STEPS, STATUS_STEPS, Operation, RunState
 from lorimer.store.runs import Run
 from tests.scheduler.test_eviction import ROW as VALUES
@@ -106,13 +107,15 @@ def story(seed: int) -> World:
 
 
 def test_ten_thousand_kills_lose_double_and_reorder_nothing():
-    num_kills = num_engine_kills = seed = 0
+    num_kills = num_engine_kills = num_early = seed = 0
     while num_kills < NUM_KILLS:
         world = story(seed)
         num_kills += world.num_kills
         num_engine_kills += world.num_engine_kills
+        num_early += world.num_early
         seed += 1
     assert num_engine_kills > NUM_KILLS / 4
+    assert num_early > NUM_KILLS / 100
 
 
 # ── bugs that must be found ───────────────────────────────────────────────────────────────────────────
@@ -183,6 +186,23 @@ def test_a_wrong_order_is_found(monkeypatch):
         self.next_seq = max(self.next_seq, operation.seq_id + 1)
 
     monkeypatch.setattr(runs.Lane, "add", add)
+    assert find_bug()
+
+
+def test_a_reply_used_before_the_commit_is_found(monkeypatch):
+    """What an engine computed early is answered without waiting for the row."""
+    replied = EarlyForward.replied
+
+    def hasty(self, flight):
+        is_early = flight is self._flight
+        replied(self, flight)
+        if is_early:
+            for run in self._core.runs.values():
+                for operation in run.operations.values():
+                    if operation.early is flight:
+                        self._core.emit(events.Resolve(operation, runs.Outcome("done")))
+
+    monkeypatch.setattr(EarlyForward, "replied", hasty)
     assert find_bug()
 
 

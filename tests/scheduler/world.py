@@ -54,7 +54,7 @@ class World:
         self.journal = MemoryJournal()
         self.disk: dict[str, SimulatedRun] = {}
         self.now = 1000.0
-        self.num_starts = self.num_kills = self.num_engine_kills = self.num_requests = 0
+        self.num_starts = self.num_kills = self.num_engine_kills = self.num_requests = self.num_early = 0
         self.answers: Counter[str] = Counter()
         """How many times each request was answered by the present server."""
         self.engine: SimulatedEngine | None = None
@@ -254,6 +254,10 @@ class World:
                 for operation in operations:
                     assert operation.flight is not None
                     self.commands.append((operation, events.OperationReply(operation, operation.flight)))
+            case events.SendEarly(operation=operation, flight=flight):
+                assert operation.kind == "forward", "only what changes nothing is computed before it is committed"
+                self.num_early += 1
+                self.commands.append((operation, events.OperationReply(operation, flight)))
             case events.SendSample(operation=sample):
                 assert sample.flight is not None
                 self.commands.append((sample, events.OperationReply(sample, sample.flight)))
@@ -303,6 +307,7 @@ class World:
                 self.compute: 5,
                 self.engine_ready: 4,
                 self._early_timer: 0.2,
+                self._lone_forward: 0.5,
             }
             self.random.choices([*steps], [*steps.values()])[0]()
 
@@ -313,6 +318,18 @@ class World:
             self.timers = [item for item in self.timers if item[1].kind != "gap"]
             self.pass_time()
             self.timers += gaps
+
+    def _lone_forward(self) -> None:
+        """Let the engine become idle, then submit a forward, which it gets before the row is committed."""
+        for _ in range(1000):
+            if not any([self.turn(), self.apply_commit(), self.apply_read(), self.compute(), self.engine_ready()]):
+                break
+        tenant = self.random.choice(self.tenants)
+        if 0 in tenant.acknowledged:
+            seq_id = tenant.next_seq
+            tenant.next_seq += 1
+            tenant.kinds[seq_id] = "forward"
+            self.submit(tenant, seq_id)
 
     def _client_step(self) -> None:
         tenant = self.random.choice(self.tenants)

@@ -7,11 +7,15 @@ from sqlalchemy import delete, func, select
 
 from lorimer.errors import TooLarge
 from lorimer.store import metrics
-from lorimer.store.metrics import Choice, Report
+from lorimer.store.metrics import Choice, Report, encode_reports
 from lorimer.store.tables import metric_names, metric_totals, runs
 from lorimer.store.tables import metrics as table
 
 ROOM = {"max_names": 1000, "max_values": 1_000_000}
+
+
+def report(c, model_id, reports, **room):
+    return metrics.report(c, model_id, *encode_reports(reports), **room)
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def tell(store, run):
     """Reports the values of a step."""
 
     def tell(step, at=0.0, /, **values):
-        return store.write_now(metrics.report, run.model_id, [Report(step, at, values)], **ROOM)
+        return store.write_now(report, run.model_id, [Report(step, at, values)], **ROOM)
 
     return tell
 
@@ -160,7 +164,7 @@ def train(store, run, num_steps, first=1):
                 add_part(c, 3 * step - 2 + part, {"loss:sum": loss / 2, "ratio:mean": 1.0})
             add_part(c, 3 * step, {"grad_norm": math.nan if step == middle else step / 4}, is_step=True)
         reports = [Report(step, float(step), {"reward": step / 8}) for step in range(first, first + num_steps)]
-        metrics.report(c, run.model_id, reports, **ROOM)
+        report(c, run.model_id, reports, **ROOM)
 
     def add_part(c, number, values, is_step=False):
         metrics.add_operation(c, run.model_id, number, values, num_datums=2, is_step=is_step)
@@ -216,7 +220,7 @@ def test_thinned_in_parts_is_thinned_as_one(store, run, monkeypatch):
 def test_many_metrics_share_the_room_of_an_answer(store, run, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_THINNED_POINTS", 100)
     reports = [Report(step, 0.0, {f"m{n}": float(step) for n in range(10)}) for step in range(100)]
-    store.write_now(metrics.report, run.model_id, reports, **ROOM)
+    store.write_now(report, run.model_id, reports, **ROOM)
     found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(max_points=50))
     assert len(found.series) == 10 and sum(len(one.steps) for one in found.series.values()) <= 100
     one = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(frozenset(["m3"]), None, 50))
@@ -267,7 +271,7 @@ def test_times_are_those_of_the_report(store, run, tell):
 
 def test_the_last_of_one_report_counts(store, run, read):
     reports = [Report(1, 0.0, {"a": 1.0, "b": 1.0}), Report(1, 0.0, {"a": 2.0}), Report(2, 0.0, {})]
-    assert store.write_now(metrics.report, run.model_id, reports, **ROOM) == 2
+    assert store.write_now(report, run.model_id, reports, **ROOM) == 2
     assert read()[0] == {"client/a": [(1, 2.0)], "client/b": [(1, 1.0)]}
 
 
@@ -282,7 +286,7 @@ def test_repetition_takes_no_room(store, tell, read):
 
 def test_room_is_limited_by_values_and_names_and_a_refusal_keeps_nothing(store, run, read):
     def tell(step, **values):
-        store.write_now(metrics.report, run.model_id, [Report(step, 0.0, values)], max_names=3, max_values=4)
+        store.write_now(report, run.model_id, [Report(step, 0.0, values)], max_names=3, max_values=4)
 
     tell(1, a=1.0, b=1.0)
     tell(2, a=2.0, b=2.0)
@@ -302,7 +306,7 @@ def test_metrics_go_with_their_run_and_only_theirs(store, run, session, tell, me
     shape = {"rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer_type": "adamw"}
     names = {"session_id": session.session_id, "user_id": session.user_id, "base_model": "tiny", "model_seq_id": 1}
     other = store.write_now(create_run, project_id=None, seed=None, user_metadata={}, **shape, **names)
-    store.write_now(metrics.report, other.model_id, [Report(1, 0.0, {"reward": 5.0})], **ROOM)
+    store.write_now(report, other.model_id, [Report(1, 0.0, {"reward": 5.0})], **ROOM)
     tell(1, reward=1.0)
     measure(1, {"loss:sum": 1.0})
     store.write_now(lambda c: c.execute(delete(runs).where(runs.c.model_id == run.model_id)))

@@ -7,6 +7,7 @@ import contextlib
 import select
 import socket
 import threading
+from collections.abc import Sequence
 
 _LENGTH_BYTES = 8
 _COPIED_BYTES = 64 * 1024
@@ -30,6 +31,30 @@ class Connection:
                 self._socket.sendall(data)
             else:
                 self._socket.sendall(header + data)
+
+    def try_send(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Send small messages as far as that needs no waiting. Return what is left for ``finish_sending``."""
+        parts = self.to_parts(messages)
+        if sum(map(len, parts)) > _COPIED_BYTES:
+            return parts
+        joined = b"".join(parts)
+        with self._sending:
+            try:
+                sent = self._socket.send(joined, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+        return [joined[sent:]] if sent < len(joined) else []
+
+    @staticmethod
+    def to_parts(messages: Sequence[bytes]) -> list[bytes]:
+        """Return the bytes that ``finish_sending`` sends for whole messages, without copying them."""
+        return [part for data in messages for part in (len(data).to_bytes(_LENGTH_BYTES, "little"), data)]
+
+    def finish_sending(self, parts: Sequence[bytes]) -> None:
+        """Wait until the rest of a ``try_send`` is sent. Nothing else may be sent in between."""
+        with self._sending:
+            for part in parts:
+                self._socket.sendall(part)
 
     def receive(self) -> bytearray | None:
         """Wait for the next message and return it; ``None`` when the other end is gone."""

@@ -77,7 +77,9 @@ class EngineProcess:
         self.ended: Future[str] = _future()
         """Resolves when the process has ended, with the reason if known."""
         self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
-        self._outbox.put([msgspec.msgpack.encode(config)])
+        self._num_queued = 0
+        """Messages that the writing thread has still to send."""
+        self._post([msgspec.msgpack.encode(config)])
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._reader.start()
@@ -110,7 +112,8 @@ class EngineProcess:
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sample: its future fails with ``Cancelled``, unless the result has been sent already."""
-        self._outbox.put([encode(Cancel(request_id=request_id))])
+        with self._lock:
+            self._post([encode(Cancel(request_id=request_id))])
 
     def _send(self, command: Command, request_ids: list[str], payloads: Sequence[bytes] = ()) -> "list[Future[Result]]":
         try:
@@ -127,16 +130,30 @@ class EngineProcess:
             if taken := self._pending.keys() & request_ids:
                 raise InvalidInput(f"request id {min(taken)!r} is under way; it is accepted again once it is answered")
             self._pending.update(zip(request_ids, futures, strict=True))
-            self._outbox.put([data, *payloads])
+            self._post([data, *payloads])
         return futures
 
+    def _post(self, frames: Sequence[bytes]) -> None:
+        """Send frames as far as that needs no waiting; leave the rest to the writing thread. Needs the lock.
+
+        For a small command this is quicker than waking a thread, which must wait for the GIL.
+        """
+        try:
+            rest = self._connection.to_parts(frames) if self._num_queued else self._connection.try_send(frames)
+        except OSError:  # the reading thread notices the death too, and fails all futures
+            return
+        if rest:
+            self._num_queued += 1
+            self._outbox.put(rest)
+
     def _write(self) -> None:
-        while (frames := self._outbox.get()) is not None:
+        while (rest := self._outbox.get()) is not None:
             try:
-                for data in frames:
-                    self._connection.send(data)
-            except OSError:  # the reading thread notices the death too, and fails all futures
+                self._connection.finish_sending(rest)
+            except OSError:
                 return
+            with self._lock:
+                self._num_queued -= 1
 
     def _read(self) -> None:
         try:
@@ -184,7 +201,8 @@ class EngineProcess:
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Stop the process after the current pass; kill one that is loading or does not respond."""
-        self._outbox.put([encode(Shutdown())])
+        with self._lock:
+            self._post([encode(Shutdown())])
         if not self.ready.done():
             self._process.kill()
         try:

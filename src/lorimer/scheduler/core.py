@@ -13,7 +13,6 @@ from typing import Any
 
 from lorimer.engine import messages
 from lorimer.errors import (
-    Busy,
     Cancelled,
     CheckpointError,
     EngineDied,
@@ -26,6 +25,7 @@ from lorimer.errors import (
 from lorimer.scheduler import engine_deaths, events, journal, placement, policies, restoring, snapshots
 from lorimer.scheduler.batching import SentTurn, Turn
 from lorimer.scheduler.custom_loss import LossChecks
+from lorimer.scheduler.early import EarlyForward
 from lorimer.scheduler.engine_commands import barrier_commands, explain
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
@@ -75,6 +75,7 @@ class Core:
         self.num_open = 0
         self.sampling = Sampling(self)
         self.losses = LossChecks(self)
+        self.early = EarlyForward(self)
         self.suspects: list[Operation | RunState] = []
         self.last_eviction = policies.Eviction()
         self.is_evict_timer_set = False
@@ -198,7 +199,7 @@ class Core:
 
     def _submit(self, operation: Operation, row: Run) -> None:
         run = self.run_of(row)
-        if (error := self._objection(run, operation)) is not None:
+        if (error := policies.objection(self, run, operation)) is not None:
             self.emit(Refuse(operation, error))
             return
         operation.received = self.now
@@ -207,23 +208,7 @@ class Core:
         moves_run = run.row.replica != self.place
         has_passed = run.has_passed(operation.seq_id)
         self.commit(journal.Accept(operation, has_passed, self.limits.max_stored_bytes, moves_run))
-
-    def _objection(self, run: RunState, operation: Operation) -> LorimerError | None:
-        limits = self.limits
-        if self.is_closing:
-            return Busy("the server is shutting down")
-        if run.phase == "corrupted":
-            return InvalidInput(run.error)
-        if len(run.operations) >= limits.max_open_operations:
-            return Busy(f"run {run.model_id} has {len(run.operations)} unfinished operations; wait for some of them")
-        waiting, user_id = self.open_bytes, operation.user_id
-        is_first = not waiting.held_by(user_id) and waiting.held + operation.size <= 2 * waiting.total
-        if waiting.held and not is_first and not waiting.has_room(user_id, operation.size):
-            return Busy(
-                f"operations of {waiting.held} bytes are waiting for {self.name}, {waiting.held_by(user_id)} bytes of "
-                f"them yours; {waiting.total} bytes are shared by its users (max_open_bytes): try again in a moment"
-            )
-        return None
+        self.early.begin(run, operation)
 
     def adopts(self, operation: Operation, row: FutureRow, is_new: bool) -> bool:
         """Return whether ``operation`` executes the row just committed.
@@ -314,10 +299,14 @@ class Core:
                 )
                 for command in commands:
                     self.emit(Send(command, to))
+        early = {operation: operation.early for operation in turn.training if operation.early is not None}
         for operation in turn.training:
-            self._take(sent, operation, Flight())
-        if turn.training:
-            self.emit(events.SendBatch(turn.training))
+            self._take(sent, operation, operation.early or Flight())
+        if unsent := [operation for operation in turn.training if operation not in early]:
+            self.emit(events.SendBatch(unsent))
+        for operation, flight in early.items():
+            if flight.is_complete:
+                self._complete(operation, flight)
         for operation, flight, reason in undecodable:
             self._replied(events.OperationReply(operation, flight), reason)
 
@@ -338,6 +327,7 @@ class Core:
         match to:
             case events.OperationReply(operation=operation, flight=flight):
                 flight.replies.append(reply)
+                self.early.replied(flight)
                 if flight.is_complete and operation.flight is flight:
                     self._complete(operation, flight)
                 elif flight.is_complete:
@@ -578,7 +568,7 @@ class Core:
     def is_busy(self) -> bool:
         """Whether the engine is computing anything."""
         is_moving = any(run.phase == "restoring" or run.saving is not None for run in self.held.values())
-        return bool(self.turns) or is_moving or self.sampling.num_running > 0
+        return bool(self.turns) or self.early.is_running or is_moving or self.sampling.num_running > 0
 
     # ── what else happens ─────────────────────────────────────────────────────────────────────────────
 

@@ -27,7 +27,7 @@ from lorimer.scheduler.manifests import is_whole
 from lorimer.scheduler.payloads import CreateLoss, decode_payload
 from lorimer.scheduler.placement import Load
 from lorimer.scheduler.results import Results
-from lorimer.scheduler.runs import Operation, QueueState
+from lorimer.scheduler.runs import Flight, Operation, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import ServedModel, queue_state
 from lorimer.scheduler.streaming import DirectSample, new_sample
@@ -235,7 +235,9 @@ class Driver:
             case events.Send(command=command, to=to):
                 self.slot.send(command, to)
             case events.SendBatch(operations=operations):
-                self._send_batch(list(operations))
+                self._send_training([(operation, operation.flight) for operation in operations])
+            case events.SendEarly(operation=operation, flight=flight):
+                self._send_training([(operation, flight)], keep_payload=True)
             case events.SendSample(operation=Sample() as sample, sampler_name=name):
                 self._send_sample(sample, name)
             case events.Resolve():
@@ -302,22 +304,24 @@ class Driver:
 
     # ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
-    def _send_batch(self, operations: list[Operation]) -> None:
+    def _send_training(
+        self, operations: "list[tuple[Operation, Flight | None]]", *, keep_payload: bool = False
+    ) -> None:
         commands: list[messages.EncodedForwardBackward] = []
         to: list[events.ReplyTo] = []
-        for operation in operations:
-            assert operation.flight is not None
-            reply_to = OperationReply(operation, operation.flight)
+        for operation, flight in operations:
+            assert flight is not None
+            reply_to = OperationReply(operation, flight)
             try:
-                commands.append(self._training_command(operation))
+                commands.append(self._training_command(operation, keep_payload=keep_payload))
                 to.append(reply_to)
             except Exception as error:
                 self.inbox.post(Replied(reply_to, error))
         if commands:
             self.slot.train(messages.TrainBatch(operations=[*commands]), to)
 
-    def _training_command(self, operation: Operation) -> messages.EncodedForwardBackward:
-        command = to_forward_backward(operation)
+    def _training_command(self, operation: Operation, *, keep_payload: bool) -> messages.EncodedForwardBackward:
+        command = to_forward_backward(operation, keep_payload=keep_payload)
         loss_fn, config = read_loss(command.payload)
         loss_id = str(config.get("loss_id")) if loss_fn == "custom" else ""
         if loss_id in self._known_losses and loss_id not in self._registered_losses:

@@ -16,6 +16,7 @@ def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
     core.engine += 1
     _blame(core, reason)
     core.turns.clear()
+    core.early.engine_ended()
     core.losses.engine_ended(reason)
     core.sampling.engine_ended(reason, is_final)
     for run in list(core.held.values()):

@@ -253,6 +253,14 @@ class SendBatch:
 
 
 @dataclass(frozen=True)
+class SendEarly:
+    """Send a ``forward`` whose row is being committed, in a batch of its own."""
+
+    operation: Operation
+    flight: Flight
+
+
+@dataclass(frozen=True)
 class SendSample:
     operation: Operation
     sampler_name: str | None
@@ -327,6 +335,7 @@ Effect = (
     | Commit
     | Send
     | SendBatch
+    | SendEarly
     | SendSample
     | CancelSample
     | Resolve

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lorimer.errors import Busy, InvalidInput, LorimerError
 from lorimer.scheduler import journal, restoring, snapshots
 from lorimer.scheduler.batching import Queue, next_turn
 from lorimer.scheduler.events import Closed, SetTimer, Timer
@@ -141,6 +142,25 @@ def residence(staying: Sequence[RunState], num_moved: int, max_seconds: float) -
     costs = [run.snapshot_cost for run in staying if run.snapshot_cost]
     moving = 2 * num_moved * sum(costs) / max(1, len(costs))
     return min(max_seconds, max(MIN_RESIDENCE_SECONDS, RESIDENCE_WORTH * moving))
+
+
+def objection(core: "Core", run: RunState, operation: Operation) -> LorimerError | None:
+    """Return why an operation cannot be accepted now, if there is a reason."""
+    limits = core.limits
+    if core.is_closing:
+        return Busy("the server is shutting down")
+    if run.phase == "corrupted":
+        return InvalidInput(run.error)
+    if len(run.operations) >= limits.max_open_operations:
+        return Busy(f"run {run.model_id} has {len(run.operations)} unfinished operations; wait for some of them")
+    waiting, user_id = core.open_bytes, operation.user_id
+    is_first = not waiting.held_by(user_id) and waiting.held + operation.size <= 2 * waiting.total
+    if waiting.held and not is_first and not waiting.has_room(user_id, operation.size):
+        return Busy(
+            f"operations of {waiting.held} bytes are waiting for {core.name}, {waiting.held_by(user_id)} bytes of "
+            f"them yours; {waiting.total} bytes are shared by its users (max_open_bytes): try again in a moment"
+        )
+    return None
 
 
 def send_turns(core: "Core") -> None:

@@ -113,6 +113,8 @@ class Operation:
     status: Status = "received"
     flight: "Flight | None" = None
     """The commands sent for it and the replies, while it is running or committing."""
+    early: "Flight | None" = None
+    """The command of a ``forward`` that was sent before its row was committed; ``flight`` once its turn comes."""
     size: int = field(init=False)
     """Bytes of the payload as submitted."""
 
@@ -126,6 +128,10 @@ class Operation:
     def advance(self, status: Status) -> None:
         assert status in STATUS_STEPS[self.status], f"{self.status} → {status} of {self.kind} {self.seq_id}"
         self.status = status
+
+    def send_early(self) -> "Flight":
+        self.early = Flight()
+        return self.early
 
     @property
     def is_training(self) -> bool:
@@ -323,6 +329,13 @@ class RunState:
         """The seq_id that its operations wait for, if any."""
         return self.lane.missing if self.lane is not None else None
 
+    def is_next(self, operation: Operation) -> bool:
+        """Return whether an operation about to be committed is the only one of a loaded run and next in its lane."""
+        is_alone = len(self.operations) == 1 and self.operations.get(operation.seq_id) is operation
+        is_moving = self.saving or self.loading or self.is_abandoning or self.running or self.replays
+        is_expected = self.lane is not None and self.lane.next_seq == operation.seq_id
+        return self.phase == "loaded" and is_alone and is_expected and not is_moving
+
     def has_passed(self, seq_id: int) -> bool:
         """Return whether the run is known to be beyond this seq_id."""
         return seq_id <= self.row.resume_seq or (self.lane is not None and self.lane.has_passed(seq_id))
@@ -446,6 +459,8 @@ class RunState:
         assert taken is operation
         operation.advance("running")
         operation.started, operation.flight = now, flight
+        if operation.early is not None:
+            operation.early, operation.payload = None, b""
         self.running.add(operation)
         self.sent_seq, self.has_had_turn = operation.seq_id, True
         if operation.kind == "load_weights":
@@ -485,6 +500,7 @@ class RunState:
             if self.phase != "absent":
                 self.enter("absent")
             for operation in self.operations.values():
+                operation.early = None
                 if operation.status in ("queued", "running"):
                     operation.advance("held")
                     operation.flight = None

@@ -18,9 +18,11 @@ MAX_TARGETS = 2**24
 TYPICAL_IMAGE_TOKENS = 256
 
 
-def to_forward_backward(operation: Operation) -> messages.EncodedForwardBackward:
-    """Return the command of a training operation and drop its payload."""
-    payload, operation.payload = operation.payload, b""
+def to_forward_backward(operation: Operation, *, keep_payload: bool) -> messages.EncodedForwardBackward:
+    """Return the command of a training operation, and drop its payload if no transaction needs it any more."""
+    payload = operation.payload
+    if not keep_payload:
+        operation.payload = b""
     return messages.EncodedForwardBackward(
         request_id=operation.request_id,
         model_id=operation.lane,

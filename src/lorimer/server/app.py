@@ -40,6 +40,12 @@ from lorimer.store.directory import DataDirectory
 GUESSES_SECONDS = 20.0
 """Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
 
+BUSY_PATHS = {
+    f"/api/v1/{name}"
+    for name in ("retrieve_future", "forward_backward", "forward", "optim_step", "asample", "session_heartbeat")
+}
+"""Paths that are matched first: Starlette tries one route after the other."""
+
 
 def make_scheduler(
     settings: Settings, store: Store, directory: DataDirectory, secret: bytes, credentials: Credentials
@@ -65,8 +71,9 @@ def create_app(settings: Settings) -> Starlette:
             app.state.context = context
             yield
 
+    routes = [*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES, *console.ROUTES]
     app = Starlette(
-        routes=[*ALL_ROUTES, *openai.ROUTES, *anthropic.ROUTES, *health.ROUTES, *console.ROUTES],
+        routes=sorted(routes, key=lambda route: getattr(route, "path", "") not in BUSY_PATHS),
         middleware=[
             Middleware(Guard, settings=settings),
             Middleware(Compression, min_bytes=settings.compress_bytes),

@@ -1,4 +1,4 @@
-"""Validates training data and prompts: counts and lengths against the settings, images, and supported losses.
+"""Validates training data, prompts and metrics: counts and lengths against the settings, images, and supported losses.
 
 An error names both the value and its limit. Checks that need the model, such as the token range or the context length,
 happen behind the scheduler; ``routes/images.py`` checks whether a model reads images. Decoder processes import this
@@ -11,6 +11,7 @@ from lorimer.errors import InvalidInput, TooLarge, Unsupported
 from lorimer.scheduler.translate import estimated_tokens
 from lorimer.server.settings import Settings
 from lorimer.types import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, SampleRequest
+from lorimer.types.metrics import MAX_NAME_CHARS, ReportMetricsRequest
 from lorimer.types.model_input import embedded_image
 from lorimer.types.training import LOSSES, TrainingRequest
 
@@ -112,3 +113,16 @@ def with_bytes(settings: Settings, where: str, model_input: ModelInput) -> Model
     what = f"the number of images of {where}"
     check_count(what, num_images, settings.max_images_per_datum, "max_images_per_datum")
     return ModelInput.model_construct(chunks=chunks)
+
+
+def check_metrics(settings: Settings, request: ReportMetricsRequest) -> None:
+    """Check how much a report has, and the names in it."""
+    max_values, setting = settings.max_metric_values_per_request, "max_metric_values_per_request"
+    check_count("the number of points", len(request.points), max_values, setting)
+    check_count("the number of values", sum(len(point.values) for point in request.points), max_values, setting)
+    for name in {name for point in request.points for name in point.values}:
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or "," in name:
+            shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
+            raise InvalidInput(
+                f"a metric is called {shown!r}; 1 to {MAX_NAME_CHARS} printable characters without a comma are accepted"
+            )

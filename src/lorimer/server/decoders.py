@@ -23,6 +23,7 @@ import msgspec
 
 from lorimer.server.decoder import Answer, Ask, Job, Start, memory_file, receive, send, write_all
 from lorimer.server.errors import Refusal
+from lorimer.server.huge_pages import read_bytes
 from lorimer.server.settings import TYPES, Settings
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class DecoderProcess:
         assert descriptor is not None
         try:
             head = os.pread(descriptor, answer.head_bytes, 0)
-            return head, os.pread(descriptor, answer.payload_bytes, answer.head_bytes)
+            return head, read_bytes(descriptor, answer.payload_bytes, answer.head_bytes)
         finally:
             os.close(descriptor)
 

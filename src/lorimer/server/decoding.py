@@ -15,13 +15,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from lorimer import errors, types
 from lorimer.errors import InvalidField, InvalidInput, InvalidJson, LorimerError, TooLarge
 from lorimer.scheduler.translate import encoded_sample, encoded_training
-from lorimer.server.body_limits import sample_limits, small_limits, training_limits
-from lorimer.server.data_checks import check_sample, check_training, has_images, with_bytes
+from lorimer.server.body_limits import metrics_limits, sample_limits, small_limits, training_limits
+from lorimer.server.data_checks import check_metrics, check_sample, check_training, has_images, with_bytes
 from lorimer.server.redaction import clean_events
 from lorimer.server.settings import Settings
+from lorimer.store.metrics import EncodedReport, Report, encode_reports
 from lorimer.types.base import MAX_ERRORS, shown_input
 from lorimer.types.encoding import InvalidTrainingRequest, TooLargeTrainingRequest, decode_training_request
 from lorimer.types.json_bounds import JsonLimits, check_json, refuse_doubled_keys
+from lorimer.types.metrics import ReportMetricsRequest
 from lorimer.types.model_input import EncodedTextChunk, ImageChunk, ImageFormat, ModelInput
 from lorimer.types.tensors import DTYPES, TensorData, TensorDtype
 
@@ -45,6 +47,10 @@ class DecodeTelemetry(Task, frozen=True):
     pass
 
 
+class DecodeMetrics(Task, frozen=True):
+    pass
+
+
 class CheckJson(Task, frozen=True):
     """Validate that the body is JSON within limits. The caller parses it again."""
 
@@ -54,7 +60,7 @@ class CheckJson(Task, frozen=True):
     setting: str
 
 
-AnyTask = DecodeTraining | DecodeSample | DecodeTelemetry | CheckJson
+AnyTask = DecodeTraining | DecodeSample | DecodeTelemetry | DecodeMetrics | CheckJson
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -131,11 +137,16 @@ class TelemetryHead(msgspec.Struct, frozen=True):
     events: list[dict[str, Any]]
 
 
+class MetricsHead(msgspec.Struct, frozen=True):
+    reports: list[EncodedReport]
+    names: list[str]
+
+
 class NoHead(msgspec.Struct, frozen=True):
     pass
 
 
-Head = TrainingHead | SampleHead | TelemetryHead | NoHead
+Head = TrainingHead | SampleHead | TelemetryHead | MetricsHead | NoHead
 
 
 def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes]:
@@ -147,6 +158,8 @@ def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes
             return decode_sample(body, settings)
         case DecodeTelemetry():
             return decode_telemetry(body, settings), b""
+        case DecodeMetrics():
+            return decode_metrics(body, settings), b""
         case CheckJson():
             body = body or b"{}"
             parse_json(body, JsonLimits(task.depth, task.values, task.containers, task.setting))
@@ -322,3 +335,16 @@ def decode_telemetry(body: bytes, settings: Settings) -> TelemetryHead:
         raise InvalidInput("events is missing or no list; a list of events is accepted")
     session_id = str(raw.get("session_id"))[: settings.max_string_chars]
     return TelemetryHead(session_id, clean_events(events, settings.max_telemetry_events))
+
+
+# ── metrics ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode_metrics(body: bytes, settings: Settings) -> MetricsHead:
+    request = validate(parse_json(body or b"{}", metrics_limits(settings).json), ReportMetricsRequest)
+    check_metrics(settings, request)
+    reports = (
+        Report(point.step, point.time, {name: float(value) for name, value in point.values.items()})
+        for point in request.points
+    )
+    return MetricsHead(*encode_reports(reports))

@@ -37,6 +37,7 @@ HEADERS = {
     "cache-control": "no-store",
 }
 """Security headers set on every response unless the route has set them itself."""
+RAW_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 QUIET = {
     f"/api/v1/{name}" for name in ("retrieve_future", "retrieve_futures", "session_heartbeat", "telemetry", "healthz")
 } | {"/readyz", "/metrics", "/api/v1/overview", "/api/v1/training_runs/{run_id}/metrics", "/api/v1/sessions/search"}
@@ -160,8 +161,8 @@ def add_headers(scope: Scope, message: Message) -> None:
     """Add the request id and the security headers to a response."""
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = scope["state"]["request_id"]
-    for name, value in HEADERS.items():
-        headers.setdefault(name, value)
+    present = {name for name, _ in headers.raw}
+    headers.raw.extend(pair for pair in RAW_HEADERS if pair[0] not in present)
     # The HTTP server ignores Content-Length beside Transfer-Encoding, but a proxy in front may have honoured it. Close
     # the connection, so that bytes the proxy counts as part of this body are not read as the next request.
     if "transfer-encoding" in Headers(scope=scope):

@@ -11,6 +11,9 @@ from lorimer.server.errors import Refusal
 
 Result = TypeVar("Result")
 
+WATCH_AFTER_SECONDS = 0.05
+"""When a poll begins to watch for a disconnect: several thread switches, which a quick result does not need."""
+
 
 async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
     """Wait for ``waiting`` and return its result. Cancel it when the client disconnects or the server shuts down.
@@ -20,12 +23,15 @@ async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result
     """
     held = context_of(request).held
     task = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_disconnected(request))
-    # Retrieve the exception, so that asyncio does not log it.
-    gone.add_done_callback(lambda gone: gone.cancelled() or gone.exception())
+    gone: asyncio.Future[None] | None = None
     held.add(task)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task}, timeout=WATCH_AFTER_SECONDS)
+        if not task.done():
+            gone = asyncio.ensure_future(_disconnected(request))
+            # Retrieve the exception, so that asyncio does not log it.
+            gone.add_done_callback(lambda gone: gone.cancelled() or gone.exception())
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.cancelled():
             raise Refusal(503, "shutting_down", "the server is shutting down; ask again once it is back")
         if not task.done():
@@ -33,7 +39,8 @@ async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result
         return task.result()
     finally:
         held.discard(task)
-        gone.cancel()  # cancelled in the background while the response is sent
+        if gone is not None:
+            gone.cancel()  # cancelled in the background while the response is sent
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -15,12 +15,13 @@ from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from lorimer.errors import CheckpointError, StorageError
 from lorimer.store.directory import DataDirectory, storage_error, write_file
+from lorimer.store.statements import Statement
 from lorimer.store.tables import blobs
 
 INLINE_BYTES = 256 * 1024
 Part = Literal["payload", "result"]
 
-_PUT = insert(blobs)
+_PUT = Statement(lambda _: insert(blobs))
 _GET = select(blobs.c.data, blobs.c.file).where(blobs.c.owner == bindparam("owner_id"), blobs.c.part == bindparam("of"))
 
 
@@ -93,7 +94,7 @@ def put(c: Connection, owner: str, part: Part, data: bytes) -> None:
     """Store the bytes of a part that has none yet."""
     small = len(data) <= INLINE_BYTES
     values = {"owner": owner, "part": part, "data": data if small else None}
-    c.execute(_PUT, {**values, "file": None if small else _files(c).write(data)})
+    _PUT.run(c, {**values, "file": None if small else _files(c).write(data)})
 
 
 def get(c: Connection, owner: str, part: Part) -> bytes | None:

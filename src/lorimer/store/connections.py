@@ -10,6 +10,7 @@ from sqlalchemy.pool import NullPool
 
 from lorimer.errors import DiskFull, InUse, StorageError
 from lorimer.store.directory import free_bytes
+from lorimer.store.statements import run_sqlite
 
 Durability = Literal["process", "power"]
 """What a committed write survives: a crash of the process, or also a power failure."""
@@ -44,7 +45,7 @@ def writer_engine(url: URL, durability: Durability, options: dict[str, Any]) -> 
     engine = _engine(url, options)
     if url.drivername == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite_writer(durability))
-        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        event.listen(engine, "begin", lambda connection: run_sqlite(connection, "BEGIN IMMEDIATE"))
     elif durability == "power":
         event.listen(engine, "connect", _set_synchronous_commit)
     return engine

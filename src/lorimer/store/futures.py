@@ -15,13 +15,13 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, Literal
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Update,
     and_,
     bindparam,
     delete,
@@ -33,11 +33,11 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from lorimer.store import blobs
+from lorimer.store.statements import Statement
 from lorimer.store.tables import blobs as contents
-from lorimer.store.tables import futures, runs
+from lorimer.store.tables import futures, insert_for, runs
 from lorimer.store.values import new_id, storable, utc_now
 
 FutureState = Literal["queued", "done", "failed", "rejected", "abandoned", "cancelled"]
@@ -87,16 +87,20 @@ _COLUMNS = [futures.c[name] for name in FutureRow.__dataclass_fields__]
 _GET = select(*_COLUMNS).where(futures.c.request_id == bindparam("id"))
 _SAME_NUMBER = select(*_COLUMNS).where(futures.c.lane == bindparam("of_lane"), futures.c.seq_id == bindparam("seq"))
 _QUEUED = and_(futures.c.request_id == bindparam("id"), futures.c.state == "queued")
-_FINISH = (
-    update(futures)
-    .where(_QUEUED)
-    .values({name: bindparam(f"new_{name}") for name in ("state", "started_at", "finished_at")})
-    .values({name: bindparam(f"new_{name}") for name in ("result_format", "result_size", "error", "category")})
-    .values(holds_bytes=True)
-)
-# The id of the transaction that ended it: of two ends, the one that was visible first need not have the lower id, but
-# no id below that of the oldest open transaction is still to come.
-_NUMBERED_FINISH = _FINISH.values(finished_no=literal_column("CAST(CAST(pg_current_xact_id() AS text) AS bigint)"))
+_INSERT = Statement(lambda dialect: insert_for(dialect, futures).on_conflict_do_nothing())
+
+
+def _finishing(dialect: str) -> Update:
+    new = ("state", "started_at", "finished_at", "result_format", "result_size", "error", "category")
+    finish = update(futures).where(_QUEUED).values({name: bindparam(f"new_{name}") for name in new})
+    finish = finish.values(holds_bytes=True)
+    # The id of the transaction that ended it: of two ends, the one that was visible first need not have the lower id,
+    # but no id below that of the oldest open transaction is still to come.
+    number: ColumnElement[int] = literal_column("CAST(CAST(pg_current_xact_id() AS text) AS bigint)")
+    return finish.values(finished_no=number) if dialect == "postgresql" else finish
+
+
+_FINISH = Statement(_finishing)
 _OLDEST_OPEN = text("SELECT CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint)")
 _FETCHED = update(futures).where(futures.c.request_id == bindparam("id")).values(fetched_at=bindparam("at"))
 
@@ -140,8 +144,7 @@ def accept(
         payload_sha256=payload_sha256 or hashlib.sha256(payload).hexdigest(),
         place=place,
     )
-    values = row.__dict__ | {"holds_bytes": bool(payload)}
-    if c.execute(_insert_once(c.dialect.name), values).rowcount == 1:
+    if _INSERT.run(c, row.__dict__ | {"holds_bytes": bool(payload), "finished_no": None}) == 1:
         if payload:
             blobs.put(c, row.request_id, "payload", payload)
         return row, True
@@ -358,17 +361,10 @@ def _record(row: Row[Any] | tuple[Any, ...]) -> FutureRow:
     return FutureRow(*tuple(row))
 
 
-@lru_cache
-def _insert_once(dialect: str) -> sqlite.Insert | postgresql.Insert:
-    statement = postgresql.insert(futures) if dialect == "postgresql" else sqlite.insert(futures)
-    return statement.on_conflict_do_nothing().execution_options(preserve_rowcount=True)
-
-
 def _end(c: Connection, request_id: str, state: FutureState, **values: Any) -> bool:
     blank = {"started_at": None, "result_format": None, "result_size": 0, "error": None, "category": None}
     new = blank | values | {"state": state, "finished_at": utc_now()}
-    finish = _NUMBERED_FINISH if c.dialect.name == "postgresql" else _FINISH
-    return c.execute(finish, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}).rowcount == 1
+    return _FINISH.run(c, {"id": request_id} | {f"new_{name}": value for name, value in new.items()}) == 1
 
 
 def _above_snapshot() -> ColumnElement[bool]:

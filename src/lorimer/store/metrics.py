@@ -7,7 +7,7 @@ does not grow the log. Entries are deleted with their run. `metric_series` turns
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,8 +40,19 @@ class Report:
     """What a client measured in one step."""
 
     step: int
-    at: float
+    at: float | None
     values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EncodedReport:
+    """All that was measured in one step, as it is stored."""
+
+    step: int
+    at: float | None
+    """None is the time of storing."""
+    num_values: int
+    data: bytes
 
 
 class Cursor(NamedTuple):
@@ -81,26 +92,48 @@ def add_operation(
     c: Connection, model_id: str, seq_id: int, values: Mapping[str, float], *, num_datums: int, is_step: bool
 ) -> None:
     """Add the metrics that the engine returned for an operation; ``is_step`` ends an optimizer step."""
-    c.execute(_ADD, _row(model_id, "engine", seq_id, time.time(), values, num_datums, is_step))
+    c.execute(_ADD, _row(model_id, "engine", seq_id, time.time(), encode(dict(values)), num_datums, is_step))
 
 
-def report(c: Connection, model_id: str, reports: Sequence[Report], *, max_names: int, max_values: int) -> int:
+def encode_reports(reports: Iterable[Report]) -> tuple[list[EncodedReport], list[str]]:
+    """Merge the reports of each step, of which the later value wins, and return them with the names in them.
+
+    Needs no database: for a large report this takes longest, and is done in another process.
+    """
+    by_step: dict[int, tuple[float | None, dict[str, float]]] = {}
+    for item in reports:
+        known = by_step.get(item.step, (0.0, {}))[1]
+        by_step[item.step] = item.at, known | dict(item.values)
+    encoded = [EncodedReport(step, at, len(values), encode(values)) for step, (at, values) in by_step.items() if values]
+    return encoded, sorted({name for _, values in by_step.values() for name in values})
+
+
+def report(
+    c: Connection,
+    model_id: str,
+    reports: Sequence[EncodedReport],
+    names: Sequence[str],
+    *,
+    max_names: int,
+    max_values: int,
+) -> int:
     """Store reported values, replacing earlier ones of the same step and name.
 
     Return their number, or raise ``TooLarge``.
     """
-    by_step: dict[int, tuple[float, dict[str, float]]] = {}
-    for item in reports:
-        known = by_step.get(item.step, (0.0, {}))[1]
-        by_step[item.step] = item.at, known | dict(item.values)
-    by_step = {step: found for step, found in by_step.items() if found[1]}
-    if not by_step:
+    if not reports:
         return 0
-    _add_names(c, model_id, {name for _, values in by_step.values() for name in values}, max_names)
-    num_taken = _remove_replaced(c, model_id, {step: values.keys() for step, (_, values) in by_step.items()})
-    rows = [_row(model_id, "client", step, at, values, len(values)) for step, (at, values) in by_step.items()]
-    c.execute(_ADD, rows)
-    num_added: int = sum(row["weight"] for row in rows)
+    _add_names(c, model_id, set(names), max_names)
+    num_taken = _remove_replaced(c, model_id, {item.step: item.data for item in reports})
+    now = time.time()
+    c.execute(
+        _ADD,
+        [
+            _row(model_id, "client", item.step, now if item.at is None else item.at, item.data, item.num_values)
+            for item in reports
+        ],
+    )
+    num_added = sum(item.num_values for item in reports)
     _count(c, model_id, num_added - num_taken, max_values)
     return num_added
 
@@ -238,19 +271,20 @@ def _count(c: Connection, model_id: str, number: int, maximum: int) -> None:
         c.execute(update(metric_totals).where(of_run).values(num_values=total))
 
 
-def _remove_replaced(c: Connection, model_id: str, names_of: Mapping[int, Any]) -> int:
-    """Remove the values that are about to be replaced. Return how many were removed."""
+def _remove_replaced(c: Connection, model_id: str, data_of: Mapping[int, bytes]) -> int:
+    """Remove the values that the new data of each step replaces. Return how many were removed."""
     num_taken = 0
-    reported = and_(_of(model_id, "client"), metrics.c.number.in_(names_of))
+    reported = and_(_of(model_id, "client"), metrics.c.number.in_(data_of))
     for row in c.execute(select(*_COLUMNS).where(reported)).all():
-        values, again = decode(row.data), names_of[row.number]
-        is_all_again = values.keys() <= again
-        rest = {} if is_all_again else {name: value for name, value in values.items() if name not in again}
-        num_taken += len(values) - len(rest)
+        new, rest = data_of[row.number], dict[str, float]()
+        if row.data != new:  # a client that got no answer reports the same again
+            again = decode(new).keys()
+            rest = {name: value for name, value in decode(row.data).items() if name not in again}
+        num_taken += row.weight - len(rest)
         this = metrics.c.entry_id == row.entry_id
         if not rest:
             c.execute(delete(metrics).where(this))
-        elif len(rest) < len(values):
+        elif len(rest) < row.weight:
             c.execute(update(metrics).where(this).values(data=encode(rest), weight=len(rest)))
     return num_taken
 
@@ -264,7 +298,7 @@ def _row(
     source: Source,
     number: int,
     at: float,
-    values: Mapping[str, float],
+    data: bytes,
     weight: int,
     is_step: bool = False,
 ) -> dict[str, Any]:
@@ -276,5 +310,5 @@ def _row(
         "is_step": is_step,
         "weight": weight,
         "at": at,
-        "data": encode(dict(values)),
+        "data": data,
     }

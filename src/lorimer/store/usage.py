@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from typing import Literal
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from lorimer.store.statements import Statement
 from lorimer.store.tables import insert_for, usage
 
 UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"]
@@ -55,17 +55,17 @@ def record(c: Connection, items: Sequence[UsageItem]) -> None:
         totals[hour, item.user_id, item.session_id or "", item.project_id or "", item.base_model, item.kind] += (
             item.amount
         )
-    if not totals:
-        return
-    rows = [dict(zip(_KEY, key, strict=True), amount=amount) for key, amount in totals.items()]
-    c.execute(_add(c.dialect.name), rows)
+    for key, amount in totals.items():
+        _ADD.run(c, dict(zip(_KEY, key, strict=True), amount=amount))
 
 
-@lru_cache  # building the statement takes as long as everything else that finishes a request
 def _add(dialect: str) -> sqlite.Insert | postgresql.Insert:
     statement = insert_for(dialect, usage)
     added = {"amount": usage.c.amount + statement.excluded.amount}
     return statement.on_conflict_do_update(index_elements=_KEY, set_=added)
+
+
+_ADD = Statement(_add)
 
 
 def usage_events(c: Connection, *, user_id: str | None = None, start: datetime, end: datetime) -> list[UsageBucket]:

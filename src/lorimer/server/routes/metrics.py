@@ -4,17 +4,16 @@ Only the owner of a run can read or report metrics; publishing a checkpoint does
 """
 
 import re
-import time
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer.errors import InvalidInput
-from lorimer.server.bodies import decode, off_loop
+from lorimer.server.bodies import decode_data, off_loop
 from lorimer.server.body_limits import metrics_limits
 from lorimer.server.context import context_of
-from lorimer.server.data_checks import check_count
+from lorimer.server.decoding import DecodeMetrics, MetricsHead
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.checkpoints import RUN
 from lorimer.server.routes.field_checks import MAX_SEQ_ID
@@ -22,10 +21,9 @@ from lorimer.server.routes.ownership import find_run, quote_id
 from lorimer.server.routes.queries import MAX_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply
 from lorimer.store import futures, metrics
-from lorimer.store.metrics import START, Choice, Cursor, Reading, Report
+from lorimer.store.metrics import START, Choice, Cursor, Reading
 from lorimer.types.metrics import (
     LAST_STEP,
-    MAX_NAME_CHARS,
     ReportMetricsRequest,
     ReportMetricsResponse,
     RunMetricsResponse,
@@ -96,38 +94,17 @@ async def report_metrics(request: Request) -> Response:
     """Persist the values that a client measured. A later report of the same step replaces the earlier value."""
     context = context_of(request)
     run = await find_run(request, request.path_params["run_id"])
-    body = await decode(request, ReportMetricsRequest, metrics_limits(context.settings))
-    settings, now = context.settings, time.time()
-    number = sum(len(point.values) for point in body.points)
-    max_values = settings.max_metric_values_per_request
-    check_count("the number of points", len(body.points), max_values, "max_metric_values_per_request")
-    check_count("the number of values", number, max_values, "max_metric_values_per_request")
-    for name in {name for point in body.points for name in point.values}:
-        check_metric_name(name)
-    reports = [
-        Report(
-            point.step,
-            now if point.time is None else point.time,
-            {name: float(value) for name, value in point.values.items()},
-        )
-        for point in body.points
-    ]
+    settings = context.settings
+    body, _ = await decode_data(request, DecodeMetrics(), MetricsHead, metrics_limits(settings))
     kept = await context.store.write(
         metrics.report,
         run.model_id,
-        reports,
+        body.reports,
+        body.names,
         max_names=settings.max_metric_names_per_run,
         max_values=settings.max_metric_values_per_run,
     )
     return reply(ReportMetricsResponse(num_values=kept))
-
-
-def check_metric_name(name: str) -> None:
-    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or "," in name:
-        raise InvalidInput(
-            f"a metric is called {quote_id(name)}; 1 to {MAX_NAME_CHARS} printable characters without a comma "
-            "are accepted"
-        )
 
 
 async def list_operations(request: Request) -> Response:
