@@ -17,7 +17,8 @@
     ├── PortTaken           the address to listen on is not available
     ├── StorageError        the database or the data directory cannot be used; nothing was changed
     │   ├── InUse           another process has the data directory or the database
-    │   └── DiskFull        the disk, or the quota on it, has no room left
+    │   ├── DiskFull        the disk, or the quota on it, has no room left
+    │   └── NameTaken       an object of this name exists already
     ├── ModelRefused        a base model that cannot be served, with the reason
     ├── ModelNotFound       a model reference that no source knows; lists the places looked at
     ├── CheckpointError     a saved state that is missing, torn or of another shape
@@ -104,6 +105,10 @@ class InUse(StorageError):
 
 class DiskFull(StorageError):
     """There is no room left; the message has the bytes needed, where known, and the bytes free."""
+
+
+class NameTaken(StorageError):
+    """An object of this name exists already; objects are never overwritten."""
 
 
 class ModelRefused(LorimerError):

@@ -100,5 +100,5 @@ def test_the_schema_of_a_newer_version_is_refused(new_database, tmp_path):
     store = Store.open(new_database, tmp_path / "data")
     store.write_now(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     store.close()
-    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0005'"):
+    with pytest.raises(StorageError, match="the schema '9999' of a newer Lorimer, this one knows schemas up to '0006'"):
         Store.open(new_database, tmp_path / "data")

@@ -47,6 +47,7 @@ async def recover(scheduler: "Scheduler") -> None:
     """Recover; called once, before any request is accepted."""
     known = await scheduler.store.read(retention.known_names)
     removed = await asyncio.to_thread(scheduler.directory.sweep_orphans, known)
+    scheduler.scratch.adopt()
     num_rows = await take_up(scheduler, scheduler.models)
     if num_rows or removed:
         log.info("recovered %d unfinished requests; deleted %d unfinished files", num_rows, len(removed))
@@ -100,6 +101,9 @@ async def _take_up(scheduler: "Scheduler", row: FutureRow, found: _Found, models
         if row.request_id in found.damaged:
             raise found.damaged[row.request_id]
         operation = _sample(operation, found) if row.kind == "sample" else _of_run(operation, row, found)
+        if operation.reads is not None and not _is_creation(row) and operation.base_model in models:
+            scheduler.results.open[row.request_id] = operation  # so that the weights stay when they are here
+            await scheduler.scratch.bring_patiently("weights", operation.reads)
     except (LookupError, ValueError, CheckpointError, msgspec.MsgspecError, ValidationError) as error:
         reason = f"it cannot be taken up after a restart of the server: {type(error).__name__}: {error}"
         outcome = await scheduler.store.submit(journal.Fail(operation, reason, "server").apply)

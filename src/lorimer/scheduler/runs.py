@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from lorimer.errors import CheckpointError, InvalidInput
 from lorimer.scheduler.lanes import Lane
-from lorimer.scheduler.payloads import AnyPayload
+from lorimer.scheduler.payloads import AnyPayload, Load, decode_payload
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
 
@@ -185,6 +185,13 @@ class Journal:
     """The payload of its creation, if it has no snapshot yet."""
     losses: list[bytes] = field(default_factory=list)
     """Payloads of the custom losses of its session."""
+
+
+def loaded_weights(journal: Journal) -> list[str]:
+    """Return the names of the weights that operations of a journal load."""
+    loads = {row.request_id for row in journal.rows if row.kind == "load_weights"}
+    found = [decode_payload(payload) for request_id, payload in journal.payloads.items() if request_id in loads]
+    return [payload.weights_name for payload in found if isinstance(payload, Load)]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.recovery import recover, take_up
 from lorimer.scheduler.results import Results
-from lorimer.scheduler.retention import sweep
+from lorimer.scheduler.retention import ObjectSweeper, sweep
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import SchedulerStats, ServedModel, take_stats
@@ -35,8 +35,10 @@ from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store import futures
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import DirectoryObjects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
 from lorimer.store.weights import Weights
@@ -66,9 +68,13 @@ class Scheduler:
         directory: DataDirectory,
         models: Mapping[str, EngineConfig],
         limits: SchedulerLimits | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         self.limits = limits or SchedulerLimits()
         self.store, self.directory = store, directory
+        self.scratch = scratch or Scratch(DirectoryObjects(directory), directory)
+        self.scratch.reads = lambda: {one.reads for one in self.results.open.values() if one.reads is not None}
+        self.object_sweeper = ObjectSweeper()
         self.results = Results(FinishedSamples(store), self.limits.recent_result_bytes)
         self.usage = UsageBuffer(store)
         self.known_losses: dict[str, payloads.CreateLoss] = {}
@@ -92,7 +98,7 @@ class Scheduler:
             name,
             self._configs[name],
             self.store,
-            self.directory,
+            self.scratch,
             self.limits,
             self.results,
             self.usage,
@@ -130,6 +136,7 @@ class Scheduler:
     async def sweep(self) -> None:
         """Delete what has expired."""
         await sweep(self)
+        await self.object_sweeper.sweep(self)
 
     def served_models(self) -> list[ServedModel]:
         return [driver.status() for driver in self.models.values()]
@@ -433,7 +440,12 @@ class Scheduler:
     async def _submit(self, driver: Driver, operation: Operation, event: events.Event) -> Accepted:
         if self._is_closing:
             raise Busy("the server is shutting down")
-        admitted = await driver.submit(operation, event)
+        if operation.reads is None:
+            admitted = await driver.submit(operation, event)
+        else:  # engines read these weights in the order of commands, which must not wait for an object store
+            with self.scratch.pinned("weights", operation.reads):
+                await self.scratch.bring("weights", operation.reads)
+                admitted = await driver.submit(operation, event)
         return Accepted(admitted.request_id, admitted.model_id)
 
     def _check_active(self, session: Session) -> None:

@@ -35,6 +35,8 @@ from lorimer.server.signing import Signer
 from lorimer.server.upkeep import Periodic
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import open_objects
+from lorimer.store.scratch import Scratch
 
 GUESSES_SECONDS = 20.0
 """Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
@@ -95,8 +97,12 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
 
 async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
     """Open every part of a server and register its cleanup on ``stack``."""
-    directory, store = await asyncio.to_thread(open_store, settings)
+    directory = DataDirectory(settings.data)
+    await asyncio.to_thread(directory.lock)
     stack.callback(directory.unlock)
+    scratch = Scratch(await open_objects(settings.objects, directory), directory, max_bytes=settings.scratch_bytes)
+    stack.callback(scratch.remover.close)
+    store = await asyncio.to_thread(open_store, settings, directory, scratch)
     stack.callback(store.close)
     signer = Signer(directory.secret)
     credentials = Credentials(store, signer, allow_open=settings.is_loopback)
@@ -106,11 +112,12 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
             f"host is {settings.host!r}, which others can reach, and there are no keys: make one with "
             f"`lorimer key create NAME --data {settings.data}`, or listen on 127.0.0.1"
         )
-    scheduler = Scheduler(store, directory, settings.engine_configs(), settings.scheduler_limits())
+    scheduler = Scheduler(store, directory, settings.engine_configs(), settings.scheduler_limits(), scratch)
     return Context(
         settings=settings,
         store=store,
         directory=directory,
+        scratch=scratch,
         scheduler=scheduler,
         credentials=credentials,
         metrics=Metrics(scheduler.stats),
@@ -124,20 +131,15 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
     )
 
 
-def open_store(settings: Settings) -> tuple[DataDirectory, Store]:
-    """Lock the data directory and open its database, or the configured one.
+def open_store(settings: Settings, directory: DataDirectory, scratch: Scratch | None = None) -> Store:
+    """Open the database of the locked data directory, or the configured one.
 
-    Raise ``InUse`` if another server holds either.
+    Raise ``InUse`` if another server holds it.
     """
-    directory = DataDirectory(settings.data)
-    store: Store | None = None
+    store = Store.open(settings.database or None, directory, durability=settings.durability, scratch=scratch)
     try:
-        directory.lock()
-        store = Store.open(settings.database or None, directory, durability=settings.durability)
         store.lock()
     except BaseException:
-        if store is not None:
-            store.close()
-        directory.unlock()
+        store.close()
         raise
-    return directory, store
+    return store

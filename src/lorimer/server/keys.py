@@ -1,12 +1,14 @@
 """``lorimer key`` without HTTP: asks the server running on the data directory, or opens the database itself."""
 
 import asyncio
+from contextlib import ExitStack
 
 from lorimer.server.app import open_store
 from lorimer.server.control import KeyCommand, Reply, ask_server, run_command
 from lorimer.server.credentials import Credentials
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
+from lorimer.store.directory import DataDirectory
 
 
 def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
@@ -16,10 +18,11 @@ def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
 
 
 async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
-    directory, store = open_store(settings)
-    try:
+    with ExitStack() as stack:
+        directory = DataDirectory(settings.data)
+        directory.lock()
+        stack.callback(directory.unlock)
+        store = open_store(settings, directory)
+        stack.callback(store.close)
         credentials = Credentials(store, Signer(directory.secret), allow_open=False)
         return await run_command(credentials, settings, command)
-    finally:
-        store.close()
-        directory.unlock()

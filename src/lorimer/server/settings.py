@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from lorimer.engine.config import Device, Dtype, EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.store.objects import check_url
 from lorimer.types.settings import Setting
 
 Durability = Literal["process", "power"]
@@ -20,6 +21,7 @@ LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
+Downloads = Literal["signed", "streamed"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
@@ -49,6 +51,21 @@ class Settings(SchedulerLimits):
         default_factory=default_data_directory
     )
     database: Annotated[str, Setting("URL of a PostgreSQL database; empty takes SQLite in the data directory.")] = ""
+    objects: Annotated[
+        str,
+        Setting(
+            "Where weights, snapshots and large payloads are stored: s3://BUCKET/PREFIX, or file:///DIRECTORY; empty"
+            " takes the data directory. Endpoint and credentials come from the AWS variables."
+        ),
+    ] = ""
+    scratch_bytes: Annotated[
+        int,
+        Setting("Most bytes of local copies in the data directory of what an object store has; the oldest go.", MIB),
+    ] = 64 * 1024 * MIB
+    downloads: Annotated[
+        Downloads,
+        Setting("Whether clients get signed URLs of the object store, if it has them, or download from the server."),
+    ] = "signed"
     start_engines: Annotated[
         StartEngines,
         Setting("When base models are loaded: eager at start, lazy on first use; auto is eager for one model."),
@@ -226,6 +243,7 @@ class Settings(SchedulerLimits):
             raise ValueError(f"port is {self.port!r}; 0 to 65535 is accepted")
         if self.database and not self.database.startswith(("postgresql", "sqlite")):
             raise ValueError(f"database is {redacted_url(self.database)!r}; a postgresql+psycopg:// URL is accepted")
+        check_url(self.objects)
         if not self.host:
             raise ValueError("host is empty; an address such as '127.0.0.1' is accepted")
         self.engine_configs()

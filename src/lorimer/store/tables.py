@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0005"
+SCHEMA_VERSION = "0006"
 """The newest revision in `migrations/versions`."""
 
 
@@ -358,6 +358,14 @@ idempotency = Table(
     _id("key"),
     Column("value", Json, nullable=False),
     Column("created_at", UtcDateTime, nullable=False, index=True),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    _id("name"),
+    _text("holder"),
+    Column("until", Double, nullable=False),
 )
 
 
