@@ -55,7 +55,8 @@ def aws(endpoint: str) -> Iterator[None]:
 
 async def open_at(endpoint: str, prefix: str, *, request_seconds: float = 20.0) -> StoredObjects:
     with aws(endpoint):
-        return await open_stored_objects(f"s3://{BUCKET}/{prefix}", request_seconds=request_seconds)
+        url = f"s3://{BUCKET}/{prefix}"
+        return await open_stored_objects(url, request_seconds=request_seconds, pause_seconds=0.02)
 
 
 @contextmanager
@@ -122,7 +123,7 @@ class FaultProxy:
         self.upstream = upstream.removeprefix("http://")
         self.fault = ""
         self.num_faults = 0
-        self.delay_seconds = 0.5
+        self.delay_seconds = 0.4
         self.only = ""
         """Only requests whose method and path contain this."""
         self.seen: list[str] = []

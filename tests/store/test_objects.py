@@ -210,20 +210,20 @@ def proxy(endpoint):
 async def test_a_passing_fault_is_not_seen(proxy, tmp_path, fault):
     objects = await open_at(proxy.url, secrets.token_hex(8))
     source = write_directory(tmp_path / "source", {"a.bin": os.urandom(PART_BYTES + 5)})
-    for number in range(3):
-        proxy.inject(fault, 2)
-        await objects.put(f"blobs/{number}", b"content")
-        proxy.inject(fault, 2)
-        assert await objects.get(f"blobs/{number}") == b"content"
-        proxy.inject(fault, 2)
-        await objects.upload(f"weights/{number}", source)
-        proxy.inject(fault, 2)
-        await objects.fetch(f"weights/{number}", tmp_path / f"copy-{number}")
-        assert is_whole(tmp_path / f"copy-{number}")
-        proxy.inject(fault, 2)
-        assert len(await names_of(objects)) == 1
-        proxy.inject(fault, 2)
-        await objects.delete([f"weights/{number}"])
+    proxy.inject(fault, 2)
+    await objects.put("blobs/a", b"content")
+    proxy.inject(fault, 2)
+    assert await objects.get("blobs/a") == b"content"
+    proxy.inject(fault, 2)
+    await objects.upload("weights/a", source)
+    proxy.inject(fault, 2)
+    await objects.fetch("weights/a", tmp_path / "copy")
+    assert is_whole(tmp_path / "copy")
+    proxy.inject(fault, 2)
+    assert await names_of(objects) == {"weights/a"}
+    proxy.inject(fault, 2)
+    await objects.delete(["weights/a"])
+    assert await names_of(objects) == set()
 
 
 @on_moto
@@ -307,7 +307,7 @@ async def test_a_missing_bucket_and_an_unreachable_server_are_refused(endpoint):
 async def test_a_wrong_key_is_refused(endpoint, monkeypatch):
     with aws(endpoint[1]):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-        with pytest.raises(StorageError, match="cannot be used: .*InvalidAccessKeyId"):
+        with pytest.raises(StorageError, match=r"cannot be used: .*InvalidAccessKeyId"):
             await open_objects(f"s3://{BUCKET}/p", None)
 
 

@@ -41,13 +41,15 @@ NUM_CREATORS = 8
 """Concurrent creators of one name, of which a store must let exactly one succeed."""
 
 
-async def open_stored_objects(url: str, *, request_seconds: float = REQUEST_SECONDS) -> "StoredObjects":
+async def open_stored_objects(
+    url: str, *, request_seconds: float = REQUEST_SECONDS, pause_seconds: float = FIRST_PAUSE_SECONDS
+) -> "StoredObjects":
     """Connect to the store at ``url`` and check that it can be written, read, listed, and created in exclusively."""
     try:
         store = _open(url, request_seconds)
     except (BaseError, ValueError, OSError) as error:
         raise StorageError(f"the object store {url!r} cannot be used: {reason_of(error)}") from error
-    objects = StoredObjects(store, url)
+    objects = StoredObjects(store, url, pause_seconds=pause_seconds)
     await objects.check()
     return objects
 
