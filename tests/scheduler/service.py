@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
@@ -16,8 +17,10 @@ from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import DirectoryObjects, Objects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
 from lorimer.store.weights import Weights
@@ -34,10 +37,14 @@ class Service:
         self.directory, self.store, self.scheduler = directory, store, scheduler
 
     @classmethod
-    async def open(cls, path: Path, limits: SchedulerLimits | None = None) -> "Service":
+    async def open(
+        cls, path: Path, limits: SchedulerLimits | None = None, objects: Objects | None = None, **scratch: Any
+    ) -> "Service":
+        """``objects``: those of an object store, with ``scratch`` as the settings of their local copies."""
         directory = DataDirectory(path)
-        store = Store.open(None, directory.path)
-        service = cls(directory, store, Scheduler(store, directory, {MODEL: CONFIG}, limits))
+        copies = Scratch(objects or DirectoryObjects(directory), directory, **scratch)
+        store = Store.open(None, directory.path, scratch=copies)
+        service = cls(directory, store, Scheduler(store, directory, {MODEL: CONFIG}, limits, copies))
         await service.scheduler.start()
         return service
 

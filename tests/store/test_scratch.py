@@ -77,7 +77,7 @@ async def test_concurrent_users_fetch_once(scratch):
     again = Scratch(scratch.objects, scratch.directory)
     await asyncio.gather(*(again.bring("weights", "a") for _ in range(10)))
     assert local(scratch) == ["a"]
-    with pytest.raises(CheckpointError, match="'weights/b/lorimer.json' is missing"):
+    with pytest.raises(CheckpointError, match=r"'weights/b/lorimer\.json' is missing"):
         await asyncio.gather(*(again.bring("weights", "b") for _ in range(3)))
 
 

@@ -4,6 +4,7 @@ Everything that waits is here: transactions, the engine, timers, files. All deci
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -260,18 +261,21 @@ class Driver:
     async def _publish_and_commit(
         self, named: list[tuple[Kind, str]], transaction: journal.Transaction, pause: float
     ) -> None:
-        """Upload the directories that a transaction is about to name, then run it."""
-        try:
-            for kind, name in named:
-                await self._scratch.publish(kind, name)
-        except StorageError as error:
-            self._retry_commit(transaction, error, pause)
-        except LorimerError as error:
-            self.inbox.post(events.CommitFailed(transaction, error))
-        else:
-            self._apply(transaction, pause)
+        """Upload the directories that a transaction is about to name, then run it, while they stay here."""
+        with contextlib.ExitStack() as pins:
+            try:
+                for kind, name in named:
+                    pins.enter_context(self._scratch.pinned(kind, name))
+                    await self._scratch.publish(kind, name)
+            except StorageError as error:
+                self._retry_commit(transaction, error, pause)
+            except LorimerError as error:
+                self.inbox.post(events.CommitFailed(transaction, error))
+            else:
+                if (commit := self._apply(transaction, pause)) is not None:
+                    await asyncio.wait([commit])
 
-    def _apply(self, transaction: journal.Transaction, pause: float) -> None:
+    def _apply(self, transaction: journal.Transaction, pause: float) -> "asyncio.Future[object] | None":
         try:
             if transaction.only_reads:
                 waiter = self._store.submit_read(transaction.apply)
@@ -280,9 +284,10 @@ class Driver:
                 waiter = self._store.submit(transaction.apply, payload)
         except StorageError as error:
             self._retry_commit(transaction, error, pause)
-            return
+            return None
         self._commits.add(waiter)
         waiter.add_done_callback(lambda done: self._on_commit(transaction, done, pause))
+        return waiter
 
     def _on_commit(self, transaction: journal.Transaction, done: "asyncio.Future[object]", pause: float) -> None:
         self._commits.discard(done)

@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from lorimer.scheduler.events import Expired
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store import audit, checkpoints, futures, leases, runs, samplers, weights
-from lorimer.store.retention import known_names, sweep_objects
+from lorimer.store.retention import ORPHAN_AGE, known_names, sweep_objects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
 from lorimer.store.weights import Weights
@@ -67,7 +67,8 @@ async def sweep(scheduler: "Scheduler") -> None:
 class ObjectSweeper:
     """Deletes orphans of an object store, once an hour, on one of the servers that share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, orphan_age: timedelta = ORPHAN_AGE) -> None:
+        self._orphan_age = orphan_age
         self._holder = secrets.token_hex(16)
         self._next = 0.0
 
@@ -78,7 +79,7 @@ class ObjectSweeper:
         self._next = time.monotonic() + OBJECT_SWEEP_SECONDS
         # The lease outlives the sweep: it also says that this hour's is done.
         if await store.write(leases.take, "object-sweep", self._holder, OBJECT_SWEEP_SECONDS * 0.9):
-            removed = await sweep_objects(scratch.objects, lambda: store.read(known_names))
+            removed = await sweep_objects(scratch.objects, lambda: store.read(known_names), self._orphan_age)
             if removed:
                 log.info("deleted %d objects that nothing names", len(removed))
 
