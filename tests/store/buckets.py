@@ -78,12 +78,21 @@ def _running(command: list[str], log: Path, url: str, **extra: str) -> Iterator[
             process.wait()
 
 
+MOTO = """
+import sys
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+"""
+"""One request after the other: moto's own threads let two creators of one name win now and then."""
+
+
 @contextmanager
 def moto(folder: Path) -> Iterator[str]:
     """Run moto's server and yield its URL. It checks no credentials."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], folder / "moto.log", url):
+    with _running([sys.executable, "-c", MOTO, str(port)], folder / "moto.log", url):
         httpx2.put(f"{url}/{BUCKET}").raise_for_status()
         yield url
 

@@ -206,6 +206,7 @@ def proxy(endpoint):
 
 
 @on_moto
+@pytest.mark.service
 @pytest.mark.parametrize("fault", ["slow", "500", "503", "cut", "lost", "gone"])
 async def test_a_passing_fault_is_not_seen(proxy, tmp_path, fault):
     objects = await open_at(proxy.url, secrets.token_hex(8))
@@ -227,6 +228,7 @@ async def test_a_passing_fault_is_not_seen(proxy, tmp_path, fault):
 
 
 @on_moto
+@pytest.mark.service
 @pytest.mark.parametrize("fault", ["500", "503", "gone", "slow"])
 async def test_a_lasting_fault_is_a_storage_error_that_says_why(proxy, tmp_path, fault):
     objects = await open_at(proxy.url, secrets.token_hex(8), request_seconds=0.3)
