@@ -171,6 +171,31 @@ async def test_while_the_store_is_gone_passes_go_on_and_saves_wait(tmp_path, pro
 
 
 @pytest.mark.parametrize("server", ["moto"], indirect=True)
+async def test_a_run_leaves_and_comes_back_although_the_store_is_gone_meanwhile(tmp_path, proxy, prefix):
+    """Its snapshots are verified, uploaded and fetched when the store is back."""
+    async with service(tmp_path / "data", proxy, prefix) as s:
+        user, session = await s.session()
+        run = await s.create(user, session)
+        for seq_id in range(1, 4):
+            await s.done(await submit(s, user, run, seq_id))
+            if seq_id < 3:
+                before = await s.park(user, run)
+        proxy.inject("gone")
+        await s.scheduler.unload(user, run)
+        await asyncio.sleep(3.0)
+        assert (await s.run(run.model_id)).newest_name == before.newest_name
+        accepted = await submit(s, user, run, 4)
+        proxy.inject("", 0)
+        await s.done(accepted)
+        after = await s.park(user, run)
+        shutil.rmtree(s.directory.snapshots)
+        s.directory.snapshots.mkdir(mode=0o700)
+        s.scheduler.scratch._entries.clear()
+        await s.done(await submit(s, user, run, 5))
+        assert (await s.run(run.model_id)).newest_name == after.newest_name
+
+
+@pytest.mark.parametrize("server", ["moto"], indirect=True)
 async def test_large_payloads_survive_a_kill(tmp_path, proxy, prefix):
     path = tmp_path / "data"
     async with service(path, proxy, prefix, max_open_bytes=1 << 30) as s:

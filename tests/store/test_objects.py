@@ -157,6 +157,18 @@ async def test_a_damaged_object_is_named(objects: StoredObjects, tmp_path, harm)
     assert await objects.has_all("snapshots/abc") == (harm == "flipped")  # which does not read the files
 
 
+@pytest.mark.parametrize("endpoint", ["file"], indirect=True)
+async def test_a_manifest_cannot_name_files_elsewhere(objects, tmp_path):
+    source = write_directory(tmp_path / "source", {"a": b"1"})
+    facts = {"../../escaped": {"size": 1, "sha256": hashlib.sha256(b"1").hexdigest()}}
+    manifest = {"files": facts, "checksum": ""}
+    manifest["checksum"] = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+    (source / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    await objects.put(f"weights/a/{MANIFEST}", msgspec.json.encode(manifest))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        await objects.fetch("weights/a", tmp_path / "copy")
+
+
 @everywhere
 async def test_only_old_orphans_are_swept(objects, tmp_path):
     for name in ("named", "orphan"):

@@ -440,7 +440,10 @@ class Driver:
             task.add_done_callback(tasks.discard)
 
     async def _verify(self, model_id: str, name: str) -> None:
-        found = await self._scratch.is_whole("snapshots", name)
+        try:
+            found = await self._scratch.is_whole("snapshots", name, lambda: self._is_storage_given_up)
+        except StorageError:
+            found = False  # not known, so the snapshot before it is kept
         self.inbox.post(events.Verified(model_id, name, found))
 
     async def _publish_tokenizer(self, info: ModelInfo) -> None:

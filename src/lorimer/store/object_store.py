@@ -113,8 +113,12 @@ class StoredObjects:
             try:
                 await obstore.put_async(self._store, name, data, mode=mode, use_multipart=False)
             except AlreadyExistsError as error:
+                try:
+                    found = await self.get(name)
+                except CheckpointError:  # a conflict with another creator, which has not succeeded either
+                    raise ConnectionError(f"conflicting puts of {name!r}") from error
                 # The answer to an earlier attempt may have been lost.
-                if not is_repeated or await self.get(name) != data:
+                if not is_repeated or found != data:
                     raise NameTaken(f"the object {name!r} exists already in {self.url!r}") from error
 
         await self._repeat(attempt, name, "be written")
@@ -163,7 +167,7 @@ class StoredObjects:
     async def fetch(self, name: str, into: Path) -> None:
         manifest = await self.get(f"{name}/{MANIFEST}")
         files = decode_files(manifest)
-        if files is None:
+        if files is None or any("/" in file or file.startswith(".") for file in files):
             raise CheckpointError(f"the object '{name}/{MANIFEST}' is damaged: its checksum does not match its content")
         temporary = into.with_name(f"{into.name}.tmp-{secrets.token_hex(4)}")
         try:

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lorimer.errors import CheckpointError, StorageError
 from lorimer.store.directory import DataDirectory
@@ -23,6 +23,7 @@ from lorimer.store.remover import Remover
 
 log = logging.getLogger("lorimer.store")
 
+T = TypeVar("T")
 Kind = Literal["weights", "snapshots"]
 MAX_BYTES = 64 * 1024**3
 MIN_IDLE_SECONDS = 60.0
@@ -94,16 +95,7 @@ class Scratch:
 
     async def bring_patiently(self, kind: Kind, name: str, is_given_up: Callable[[], bool] = lambda: False) -> None:
         """Like `bring`, and wait while the store cannot be used, until ``is_given_up``."""
-        pause = FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return await self.bring(kind, name)
-            except StorageError as error:
-                if is_given_up():
-                    raise
-                log.error("the object store failed, retrying in %.1f s: %s", pause, error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        await _patiently(lambda: self.bring(kind, name), is_given_up)
 
     async def _bring(self, key: str) -> None:
         path = self.directory.path / key
@@ -131,9 +123,9 @@ class Scratch:
         """Do not evict a directory while this process runs."""
         self._pins[f"{kind}/{name}"] += 1
 
-    async def is_whole(self, kind: Kind, name: str) -> bool:
-        """Return whether a directory is stored intact. Of a remote one the contents of files are not read."""
-        return await self.objects.has_all(f"{kind}/{name}")
+    async def is_whole(self, kind: Kind, name: str, is_given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Return whether a directory is stored intact, by `Objects.has_all`; wait like `bring_patiently`."""
+        return await _patiently(lambda: self.objects.has_all(f"{kind}/{name}"), is_given_up)
 
     async def remove(self, kind: Kind, names: Iterable[str]) -> None:
         """Delete directories that no row names, complete or not: the local ones now, objects in the background."""
@@ -170,6 +162,20 @@ class Scratch:
                 del self._entries[key]
                 excess -= entry.size_bytes
                 await asyncio.to_thread(self.directory.remove, self.directory.path / key)
+
+
+async def _patiently(work: Callable[[], Awaitable[T]], is_given_up: Callable[[], bool]) -> T:
+    """Repeat ``work`` while the store cannot be used. Raise ``StorageError`` once that ``is_given_up``."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return await work()
+        except StorageError as error:
+            if is_given_up():
+                raise
+            log.error("the object store failed, retrying in %.1f s: %s", pause, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 def _size(path: Path) -> int:
