@@ -29,6 +29,8 @@ SERVICE = (
     "tests/client/test_restart.py",
     "tests/scheduler/test_faults.py",
     "tests/scheduler/test_restarts.py",
+    "tests/scheduler/test_scratch.py",
+    "tests/server/test_objects.py",
     "tests/server/test_restarts.py",
     "tests/store/test_lost_connections.py",
     "tests/store/test_transfer.py",

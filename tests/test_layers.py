@@ -286,6 +286,7 @@ CONCERNS = {
     "futures": "pending results",
     "images": "in inputs of a model",
     "keys": "API keys",
+    "leases": "rights of one process, until they run out",
     "metrics": "numbers of a run, over its steps",
     "optim": "optimisers and their parameters",
     "overview": "how a server is doing",

@@ -69,3 +69,9 @@ def test_planted_torch_is_found(tmp_path):
     (package / "__init__.py").touch()
     (package / "late.py").write_text("import torch", "utf-8")
     assert heavy_modules("planted", str(tmp_path)) == {"torch": "planted.deep.late"}
+
+
+def test_a_server_on_its_data_directory_does_not_load_obstore():
+    check = "import sys, lorimer.server.app; print('obstore' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False\n", run.stderr
