@@ -18,6 +18,8 @@ demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
 	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
 
+# Else each worker and each process that a test starts compiles our sources again.
+unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true

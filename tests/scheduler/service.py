@@ -12,6 +12,7 @@ from lorimer.engine.config import EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.runs import Outcome
 from lorimer.scheduler.scheduler import Accepted, Scheduler
+from lorimer.scheduler.streaming import start_sample
 from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
@@ -178,3 +179,8 @@ def sample_request(seq_id: int, *, max_tokens: int = 5, num_samples: int = 1, se
     params = types.SamplingParams(max_tokens=max_tokens, seed=seed, stop=[])
     prompt = types.ModelInput.from_ints([5, 6, 7])
     return types.SampleRequest(num_samples=num_samples, prompt=prompt, sampling_params=params, seq_id=seq_id)
+
+
+def start(service: Service, user_id: str, stream: bool = True, grammar: str = "", **fields):
+    """A sample of a caller who waits."""
+    return start_sample(service.driver, user_id, None, sample_request(0, **fields), stream=stream, grammar=grammar)
