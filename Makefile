@@ -26,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o fau
 test: $(INSTALLED) ## Run what any change can break, in about 11 minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
-test-service: $(INSTALLED) ## Run official clients against servers, faults, PostgreSQL and killed processes; make faults has more
+test-service: $(INSTALLED) ## Run official clients and documented examples against servers, faults, PostgreSQL and killed processes; make faults has more
 	$(PYTEST) -m "service and not slow and not gpu" --timeout=900 -o faulthandler_timeout=1000
 
 test-console: $(INSTALLED) ## Run the tests of the console in a browser

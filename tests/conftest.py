@@ -53,7 +53,8 @@ SERVICE = (
     "tests/store/test_transfer.py",
 )
 """What `make test-service` runs, besides tests with the mark `service` and every test whose parameter is PostgreSQL:
-official clients against servers, processes that start, end and are killed, databases that go away."""
+official clients against servers, processes that start, end and are killed, databases that go away. The mark is for
+single tests: examples of documents, programs that are servers themselves, and what takes many seconds to count."""
 CONSOLE = ("tests/console/",)
 """What `make test-console` runs. Everything else belongs to `make test`."""
 

@@ -128,6 +128,7 @@ def test_every_place_that_a_new_loss_touches_is_named():
 EXAMPLES = fenced(README.read_text("utf-8"), "python")
 
 
+@pytest.mark.service
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_readme_example_runs(code, open_server, tmp_path):
     settings = environment(TINKER_BASE_URL=open_server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
@@ -142,6 +143,7 @@ GUIDES = [ROOT / "docs" / "sdk.md"]
 """Pages whose examples are one program."""
 
 
+@pytest.mark.service
 @pytest.mark.parametrize("path", GUIDES, ids=[path.name for path in GUIDES])
 def test_guide_runs_from_top_to_bottom(path, open_server, tmp_path):
     program = "\n".join(fenced(path.read_text("utf-8"), "python"))
