@@ -157,9 +157,7 @@ class Installation:
 
     def _start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        binaries = find_binaries()
-        assert binaries is not None
-        self.postgres = self._given or self._stack.enter_context(running(binaries))
+        self.postgres = self._given or self._stack.enter_context(running())
         self.config.write_text(self._toml())
         for user in self.keys:
             self.keys[user] = self.create_key(user)

@@ -193,3 +193,9 @@ def sample_request(seq_id: int, *, max_tokens: int = 5, num_samples: int = 1, se
     params = types.SamplingParams(max_tokens=max_tokens, seed=seed, stop=[])
     prompt = types.ModelInput.from_ints([5, 6, 7])
     return types.SampleRequest(num_samples=num_samples, prompt=prompt, sampling_params=params, seq_id=seq_id)
+
+
+def start(service: Service, user_id: str, stream: bool = True, grammar: str = "", **fields):
+    """A sample of a caller who waits."""
+    request = sample_request(0, **fields)
+    return service.scheduler.start_sample(user_id, MODEL, None, request, stream=stream, grammar=grammar)
