@@ -195,6 +195,11 @@ async def test_tokenizer_files_are_found_by_their_model(objects, tmp_path):
         "tokenizer.json": b"{}",
         "vocab.txt": b"a",
     }
+    copies = [await tokenizers.fetch(objects, "org/model", tmp_path / "elsewhere") for _ in range(2)]
+    assert copies[0] == copies[1]
+    assert {path.name: path.read_bytes() for path in copies[0].iterdir()} == {
+        name: (tmp_path / name).read_bytes() for name in listing
+    }
     await objects.put(f"tokenizers/files/{listing['vocab.txt']['sha256']}", b"b", replace=True)
     with pytest.raises(CheckpointError, match="is damaged"):
         await tokenizers.read(objects, listing["vocab.txt"])
