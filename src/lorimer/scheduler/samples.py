@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 TYPICAL_TOKENS = 256
 """The assumed cost of a sequence without ``max_tokens``."""
 MAX_NAMES = 10_000
+MAX_CANCELLED = 1000
 
 
 @dataclass(eq=False)
@@ -98,6 +99,8 @@ class Sampling:
         self._by_id: dict[str, Sample] = {}
         """Samples waiting or running."""
         self._num_names = 0
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        """Samples that were cancelled and are not here."""
 
     @property
     def num_running(self) -> int:
@@ -146,6 +149,8 @@ class Sampling:
         self._by_id[sample.request_id] = sample
         self.fair.enter(sample.user_id)
         self._enqueue(sample)
+        if sample.request_id in self._cancelled:
+            self.cancel(sample.request_id)
 
     def _enqueue(self, sample: Sample, *, first: bool = False) -> None:
         queue = self._waiting.setdefault(sample.user_id, deque())
@@ -360,6 +365,10 @@ class Sampling:
     def cancel(self, request_id: str) -> None:
         """Cancel a sample, whether it waits or runs."""
         if (sample := self._by_id.get(request_id)) is None:
+            # It has ended, or another process accepted it and it has not arrived yet.
+            self._cancelled[request_id] = None
+            while len(self._cancelled) > MAX_CANCELLED:
+                self._cancelled.popitem(last=False)
             return
         sample.is_cancelled = True
         if sample.status == "queued":
