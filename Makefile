@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
-test: $(INSTALLED) ## Run what any change can break, in about 11 minutes on two cores
+test: $(INSTALLED) ## Run what any change can break, in about 12 minutes of processor time on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
 test-service: $(INSTALLED) ## Run official clients and documented examples against servers, faults, PostgreSQL and killed processes; make faults has more
