@@ -13,6 +13,16 @@ from lorimer.cli import machine_checks, service_checks
 from lorimer.cli.findings import Check, Status, ok, run_checks
 from lorimer.server.settings import Settings
 from tests.cli.commands import CommandLine, lorimer
+from tests.store.postgres import find_binaries, running
+
+
+@pytest.fixture(scope="module")
+def postgres_url():
+    binaries = find_binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
+    with running(binaries) as postgres:
+        yield postgres.url()
 
 
 def quiet(text, fraction):
@@ -131,6 +141,24 @@ def test_database_that_is_away():
     (finding,) = service_checks.check_database(Settings(database=url))
     assert finding.status == "failed"
     assert "secret" not in finding.text
+
+
+@pytest.mark.parametrize(("apart", "status"), [(0, "ok"), (4, "ok"), (60, "failed"), (-60, "failed")])
+def test_clock_of_the_database(monkeypatch, postgres_url, apart, status):
+    clock = time.time
+    monkeypatch.setattr("lorimer.server.roles.time.time", lambda: clock() + apart)
+    (finding,) = service_checks.check_clock(Settings(database=postgres_url))
+    assert finding.status == status, finding
+    assert ("NTP" in finding.advice) == (status == "failed")
+    (database,) = service_checks.check_database(Settings(database=postgres_url))
+    assert (database.status, "is empty" in database.text) == ("ok", True)
+
+
+def test_clock_is_asked_of_postgresql_only(without_torch, postgres_url, tmp_path):
+    for database, is_asked in ((postgres_url, True), ("postgresql://nobody@127.0.0.1:1/none", False), ("", False)):
+        run = lorimer("doctor", "--data", tmp_path, "-f", "json", LORIMER_DATABASE=database, LORIMER_PORT="0")
+        found = {finding["check"] for finding in json.loads(run.stdout)}
+        assert ("clock" in found, "database" in found) == (is_asked, True)
 
 
 @pytest.mark.parametrize(("free", "status"), [(1 << 20, "failed"), (1 << 30, "warning"), (1 << 40, "ok")])

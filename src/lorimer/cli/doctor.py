@@ -15,6 +15,7 @@ from lorimer.cli.machine_checks import PROBE_SECONDS, check_packages, check_pyth
 from lorimer.cli.output import examples, print_json, stdout_console
 from lorimer.cli.progress import progress_bar
 from lorimer.cli.service_checks import (
+    check_clock,
     check_data_directory,
     check_database,
     check_hub,
@@ -78,6 +79,8 @@ def checks(options: DataOptions, base_url: str | None, api_key: str | None) -> l
             Check("port", partial(check_port, settings)),
             Check("hub", check_hub, 15),
         ]
+        if settings.database.startswith("postgres"):
+            found.append(Check("clock", partial(check_clock, settings), 15))
     return [*found, Check("server", partial(check_server, base_url, api_key, settings), SERVER_SECONDS)]
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lorimer.errors import InvalidInput, StorageError
@@ -63,14 +64,20 @@ def agree(settings: Settings, directory: DataDirectory, store: Store) -> None:
         " or data to the same directory"
     )
     store.write_now(owners.agree, "secret", fingerprint, refusal)
-    began = time.time()
-    theirs = store.read_now(owners.clock)
-    apart = abs(theirs - (began + time.time()) / 2) - (time.time() - began) / 2
+    apart = clock_seconds(lambda: store.read_now(owners.clock))
     if apart > MAX_CLOCK_SECONDS:
         raise InvalidInput(
             f"the clock of this machine and that of the database are {apart:.0f} s apart; at most"
             f" {MAX_CLOCK_SECONDS:g} s are accepted: synchronise them (NTP)"
         )
+
+
+def clock_seconds(read: Callable[[], float]) -> float:
+    """Return how far a clock that ``read`` asks is at least from this machine's, whatever part of the time it took."""
+    began = time.time()
+    theirs = read()
+    ended = time.time()
+    return max(0.0, began - theirs, theirs - ended)
 
 
 def node_name(settings: Settings) -> str:
