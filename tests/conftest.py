@@ -1,40 +1,66 @@
 """Environment variables to set before torch is loaded: reproducible numbers, no access to the hub.
 
-Also assigns each test to a make target (`SERVICE`, `CONSOLE`), keeps tests that share servers on one worker, and ends
-the processes that a crashed worker leaves.
+Also has the two servers that folders share, assigns each test to a make target (`SERVICE`, `CONSOLE`), keeps tests
+that share servers on one worker, and ends the processes that a crashed worker leaves.
 """
 
 import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from tests.conformance.servers import RunningServer, running_server
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-SHARING = tuple(
-    f"tests/{folder}/"
-    for folder in ("conformance", "faults", "client", "recipes", "cookbook", "cli", "console", "server/openai")
+SHARING = (
+    ("tests/conformance/",),
+    ("tests/faults/",),
+    ("tests/cluster/",),
+    ("tests/recipes/", "tests/cookbook/", "tests/test_docs.py"),
+    ("tests/cli/", "tests/client/"),
+    ("tests/console/",),
+    ("tests/server/openai/",),
+    ("tests/scheduler/",),
 )
-"""Folders whose tests share servers: each runs as a whole on one worker. They take longest, so they begin first."""
+"""Places whose tests share servers: each group runs on one worker, in this order; the longest begin first."""
+
+ODD_NAME = "my/odd-name"
+"""What `open_server` calls another copy of the bundled model."""
 
 
 SERVICE = (
     "tests/conformance/",
     "tests/faults/",
+    "tests/cluster/",
+    "tests/cli/test_own_server.py",
+    "tests/client/test_embedded.py",
     "tests/client/test_restart.py",
+    "tests/recipes/test_resume.py",
     "tests/scheduler/test_faults.py",
+    "tests/scheduler/test_replicas.py",
     "tests/scheduler/test_restarts.py",
+    "tests/scheduler/test_restoring.py",
+    "tests/scheduler/test_scratch.py",
+    "tests/scheduler/test_snapshots.py",
+    "tests/server/test_decoder_faults.py",
+    "tests/server/test_kept_metrics.py",
+    "tests/server/test_objects.py",
     "tests/server/test_restarts.py",
+    "tests/server/test_serve.py",
     "tests/store/test_lost_connections.py",
+    "tests/store/test_owners.py",
     "tests/store/test_transfer.py",
 )
-"""What `make test-service` runs, besides every test whose parameter is PostgreSQL: official clients against servers,
-processes that are killed, databases that go away."""
+"""What `make test-service` runs, besides tests with the mark `service` and every test whose parameter is PostgreSQL:
+official clients against servers, processes that start, end and are killed, databases that go away. The mark is for
+single tests: examples of documents, programs that are servers themselves, and what takes many seconds to count."""
 CONSOLE = ("tests/console/",)
 """What `make test-console` runs. Everything else belongs to `make test`."""
 
@@ -48,9 +74,9 @@ def targets(item: pytest.Item) -> list[str]:
 
 
 def together(nodeid: str) -> str:
-    """What a test stays with: its folder where the tests share servers, elsewhere its file."""
+    """What a test stays with: the first place of its group where tests share servers, elsewhere its file."""
     file = nodeid.partition("::")[0]
-    return next((folder for folder in SHARING if file.startswith(folder)), file)
+    return next((places[0] for places in SHARING if file.startswith(places)), file)
 
 
 class Together(LoadScopeScheduling):
@@ -88,5 +114,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name in targets(item):
             item.add_marker(name)
-    rank = {folder: place for place, folder in enumerate(SHARING)}
-    items.sort(key=lambda item: rank.get(together(item.nodeid), len(SHARING)))
+    places = [place for group in SHARING for place in group]
+
+    def rank(item: pytest.Item) -> int:
+        return next((number for number, place in enumerate(places) if item.nodeid.startswith(place)), len(places))
+
+    items.sort(key=rank)
+
+
+# ── servers that folders share ────────────────────────────────────────────────────────────────────────
+# Each engine starts with the first test that needs it, and tests use sessions of their own. Tests that kill or fill a
+# server start one of their own.
+
+
+@pytest.fixture(scope="session")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server without keys: the bundled model, under two names, and the debug model."""
+    models = ["lorimer/tiny", "lorimer/debug", f"{ODD_NAME}=lorimer/tiny"]
+    data = tmp_path_factory.mktemp("open") / "data"
+    with running_server(data, models, start_engines="lazy") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def base_url(open_server: RunningServer) -> str:
+    return open_server.url
+
+
+@pytest.fixture(scope="session")
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the debug model that asks for keys once there is one; polls end early, so clients ask repeatedly."""
+    data = tmp_path_factory.mktemp("keyed") / "data"
+    with running_server(data, ["lorimer/debug"], poll_seconds=0.5) as running:
+        yield running

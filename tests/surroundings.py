@@ -10,6 +10,13 @@ SETTINGS = ("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS", "TELE
 SETTINGS += ("DATA", "START_ENGINES", "CONFIG")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clean surroundings for every test of the folder whose `conftest.py` imports this."""
+    with clean_surroundings(tmp_path_factory.mktemp("home")):
+        yield
+
+
 @contextmanager
 def clean_surroundings(home: Path) -> Iterator[None]:
     """No credentials, addresses or settings, and another home to write to."""

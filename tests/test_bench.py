@@ -342,6 +342,7 @@ def calls_per_event(num_tenants: int, num_steps: int) -> float:
     return num_calls / found.num_events
 
 
+@pytest.mark.service
 def test_the_cost_of_an_event_does_not_grow_with_the_number_of_tenants():
     few, many = calls_per_event(128, 6), calls_per_event(1024, 2)
     assert many < 1.25 * few

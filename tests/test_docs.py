@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.servers import environment, running_server
+from tests.conformance.servers import environment
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -128,16 +128,10 @@ def test_every_place_that_a_new_loss_touches_is_named():
 EXAMPLES = fenced(README.read_text("utf-8"), "python")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Start what `make serve` starts, on another port and with a separate data directory."""
-    with running_server(tmp_path_factory.mktemp("readme") / "data", ["lorimer/tiny"]) as running:
-        yield running
-
-
+@pytest.mark.service
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_readme_example_runs(code, server, tmp_path):
-    settings = environment(TINKER_BASE_URL=server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
+def test_readme_example_runs(code, open_server, tmp_path):
+    settings = environment(TINKER_BASE_URL=open_server.url, TINKER_API_KEY="tml-local", TINKER_TELEMETRY="0")
     settings["LORIMER_DATA"] = str(tmp_path / "data")  # for examples that embed the server
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
@@ -149,13 +143,14 @@ GUIDES = [ROOT / "docs" / "sdk.md"]
 """Pages whose examples are one program."""
 
 
+@pytest.mark.service
 @pytest.mark.parametrize("path", GUIDES, ids=[path.name for path in GUIDES])
-def test_guide_runs_from_top_to_bottom(path, server, tmp_path):
+def test_guide_runs_from_top_to_bottom(path, open_server, tmp_path):
     program = "\n".join(fenced(path.read_text("utf-8"), "python"))
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env=environment(LORIMER_BASE_URL=server.url),
+        env=environment(LORIMER_BASE_URL=open_server.url),
         capture_output=True,
         text=True,
         timeout=240,

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def module_name(path: Path, src: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports_of(path: Path, src: Path) -> list[Import]:
     package = module_name(path, src).split(".")
     if path.name != "__init__.py":
@@ -286,6 +288,7 @@ CONCERNS = {
     "futures": "pending results",
     "images": "in inputs of a model",
     "keys": "API keys",
+    "leases": "rights of one process, until they run out",
     "metrics": "numbers of a run, over its steps",
     "optim": "optimisers and their parameters",
     "overview": "how a server is doing",

@@ -17,7 +17,8 @@
     ├── PortTaken           the address to listen on is not available
     ├── StorageError        the database or the data directory cannot be used; nothing was changed
     │   ├── InUse           another process has the data directory or the database
-    │   └── DiskFull        the disk, or the quota on it, has no room left
+    │   ├── DiskFull        the disk, or the quota on it, has no room left
+    │   └── NameTaken       an object of this name exists already
     ├── ModelRefused        a base model that cannot be served, with the reason
     ├── ModelNotFound       a model reference that no source knows; lists the places looked at
     ├── CheckpointError     a saved state that is missing, torn or of another shape
@@ -108,6 +109,10 @@ class DiskFull(StorageError):
 
 class Fenced(LorimerError):
     """This process lost its lease, so it must not write: another one computes its replicas."""
+
+
+class NameTaken(StorageError):
+    """An object of this name exists already; objects are never overwritten."""
 
 
 class ModelRefused(LorimerError):

@@ -1,4 +1,4 @@
-"""One server with two users for the tests of the commands, and a run with a checkpoint of each kind."""
+"""Two users of the server that the SDK's tests use too, and a run with a checkpoint of each kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,24 +9,16 @@ import lorimer
 from lorimer import types
 from lorimer.server.control import CreateKey, ask_server
 from tests.cli.commands import CommandLine
-from tests.conformance.servers import RunningServer, running_server
-from tests.surroundings import clean_surroundings
+from tests.conformance.servers import RunningServer
+from tests.surroundings import clean_environment  # noqa: F401
 
 MODEL = "lorimer/debug"
 RANK = 4
 
 
-@pytest.fixture(scope="session", autouse=True)
-def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with clean_surroundings(tmp_path_factory.mktemp("home")):
-        yield
-
-
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """It asks for keys as soon as there is one."""
-    with running_server(tmp_path_factory.mktemp("cli") / "data", [MODEL]) as running:
-        yield running
+def server(keyed_server: RunningServer) -> RunningServer:
+    return keyed_server
 
 
 def command_line(server: RunningServer, user: str) -> CommandLine:

@@ -46,6 +46,7 @@ def test_restored_directory_has_the_same_runs_checkpoints_and_keys(server, alice
 
 
 def printed(user: CommandLine, data: Path, *command: str):
+    """In a process of its own, as a command without a server is one."""
     line = [*LORIMER, *command, "--data", str(data), "-f", "json"]
     run = subprocess.run(line, env=environment(LORIMER_API_KEY=user.key), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

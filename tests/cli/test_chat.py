@@ -77,6 +77,7 @@ def test_help_teaches():
         assert word in shown
 
 
+@pytest.mark.service
 def test_embedded_and_without_a_template(tmp_path):
     """No server at all: the service runs in the command, on a model that only completes text."""
     directory = tmp_path / "plain"

@@ -83,6 +83,7 @@ async def test_directory_of_a_program_without_an_address_is_exit_code_3(tmp_path
     assert "is in use by process" in line and "no address" in line
 
 
+@pytest.mark.service
 def test_without_a_server_the_command_is_one(tmp_path):
     """In processes of their own, as each is a whole server."""
     program = (

@@ -1,6 +1,7 @@
 """An installation of several processes: API replicas behind nginx, workers, and a PostgreSQL server of its own."""
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -128,11 +129,17 @@ class Installation:
         num_workers: int = 2,
         num_replicas: int = 2,
         users: Sequence[str] = (),
+        objects: str = "",
+        extra: Mapping[str, str] | None = None,
         postgres: PostgresServer | None = None,
         database: str = "postgres",
         **settings: object,
     ) -> None:
-        """``models`` are sources by name, each with ``num_replicas`` for each worker; ``users`` get keys."""
+        """``models`` are sources by name, each with ``num_replicas`` for each worker; ``users`` get keys.
+
+        With ``objects``, the URL of an object store, each process has a data directory of its own; without, they
+        share one. ``extra`` are environment variables of all processes.
+        """
         self.directory, self.data = directory, directory / "data"
         self.config = directory / "lorimer.toml"
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -141,6 +148,7 @@ class Installation:
         self.ports = [free_port() for _ in range(num_apis)]
         self._models, self._num_workers, self._num_replicas = models, num_workers, num_replicas
         self.keys = dict.fromkeys(users, "")
+        self._objects, self._extra = objects, extra or {}
         self._given, self._database, self._settings = postgres, database, settings
         self._stack = ExitStack()
 
@@ -157,9 +165,7 @@ class Installation:
 
     def _start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        binaries = find_binaries()
-        assert binaries is not None
-        self.postgres = self._given or self._stack.enter_context(running(binaries))
+        self.postgres = self._given or self._stack.enter_context(running())
         self.config.write_text(self._toml())
         for user in self.keys:
             self.keys[user] = self.create_key(user)
@@ -167,7 +173,8 @@ class Installation:
             self.add_worker(number)
         for number, port in enumerate(self.ports):
             command = [*LORIMER, "serve", "--role", "api", "--config", str(self.config), "--port", str(port)]
-            self.apis.append(self._member(f"api-{number}", command))
+            name = f"api-{number}"
+            self.apis.append(self._member(name, [*command, "--data", str(self.data_of(name))]))
         nginx = self.directory / "nginx"
         nginx.mkdir(mode=0o755)
         for parent in [nginx, *nginx.parents]:  # nginx's workers run as another user
@@ -193,6 +200,10 @@ class Installation:
             "worker_replicas": self._num_replicas * len(self._models),
             "lease_seconds": 3.0,
         } | self._settings
+        if self._objects:
+            secret = self.directory / "secret"
+            secret.write_text(secrets.token_hex(32))
+            settings |= {"objects": self._objects, "secret_file": str(secret)}
         lines = [f"{name} = {_toml(value)}" for name, value in settings.items()]
         for name, source in self._models.items():
             lines += [
@@ -202,13 +213,19 @@ class Installation:
             ]
         return "\n".join(lines) + "\n"
 
+    def data_of(self, name: str) -> Path:
+        """Return the data directory of a process."""
+        return self.directory / f"data-{name}" if self._objects else self.data
+
     def add_worker(self, number: int) -> Member:
-        member = self._member(f"worker-{number}", [*LORIMER, "worker", "--config", str(self.config)])
+        name = f"worker-{number}"
+        command = [*LORIMER, "worker", "--config", str(self.config), "--data", str(self.data_of(name))]
+        member = self._member(name, command)
         self.workers.append(member)
         return member
 
     def _member(self, name: str, command: list[str]) -> Member:
-        member = Member(name, command, self.directory / f"{name}.log")
+        member = Member(name, command, self.directory / f"{name}.log", self._extra)
         self._stack.callback(member.stop)
         return member
 
@@ -220,7 +237,7 @@ class Installation:
 
     def create_key(self, user: str) -> str:
         command = [*LORIMER, "key", "create", user, "--config", str(self.config)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment(**self._extra), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

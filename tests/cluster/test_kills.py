@@ -22,7 +22,7 @@ from tests.faults.supervisor import eventually
 from tests.faults.tenant import MODEL, Plan
 from tests.faults.test_kills import done
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(3000)]
+pytestmark = pytest.mark.timeout(3000)
 log = logging.getLogger(__name__)
 
 NUM_KILLS = int(os.environ.get("LORIMER_CLUSTER_KILLS", "8"))

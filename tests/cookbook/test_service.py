@@ -1,6 +1,7 @@
 """Servers and tokenizers as loops find them."""
 
 from lorimer.cookbook.service import get_tokenizer, open_service
+from tests.conftest import ODD_NAME
 
 
 def test_server_at_an_address(base_url):
@@ -8,4 +9,4 @@ def test_server_at_an_address(base_url):
         tokenizer = get_tokenizer(service, "lorimer/tiny")
         assert tokenizer.eos_token == "<|im_end|>"
         models = {model.model_name for model in service.get_server_capabilities().supported_models}
-        assert models == {"lorimer/tiny", "lorimer/debug"}
+        assert models == {"lorimer/tiny", "lorimer/debug", ODD_NAME}

@@ -17,7 +17,7 @@ from tests.faults.programs import RunningProgram
 from tests.faults.supervisor import Supervisor, eventually
 from tests.faults.tenant import Plan
 from tests.faults.test_growth import SOON
-from tests.store.postgres import PostgresServer, find_binaries, running
+from tests.store.postgres import PostgresServer, running
 
 PLAN = Plan(steps=300, sample_every=3, save_every=7, tokens=60)
 BACKUPS = 3
@@ -28,13 +28,10 @@ OPEN_RESULTS = {"result_seconds_after_fetch": 600, "result_seconds": 600, "histo
 @pytest.fixture(params=["sqlite", "postgresql"])
 def databases(request) -> Iterator[list[str]]:
     """The URL of the database that is backed up, and of the one that is restored into; empty for a file."""
-    binaries = find_binaries()
     if request.param == "sqlite":
         yield ["", ""]
-    elif binaries is None:
-        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
     else:
-        with running(binaries) as server:
+        with running() as server:
             yield [new_database(server, name) for name in ("first", "second")]
 
 

@@ -13,7 +13,7 @@ from tests.conformance.servers import create_key
 from tests.faults.programs import RunningProgram, assert_same, expectation, finish_all
 from tests.faults.supervisor import Supervisor, eventually
 from tests.faults.tenant import Plan
-from tests.store.postgres import PostgresServer, find_binaries, running
+from tests.store.postgres import PostgresServer, running
 
 PLANS = [Plan(seed=number, steps=24, sample_every=5, save_every=6) for number in range(2)]
 AWAY_SECONDS = (0.0, 1.0, 6.0)
@@ -21,10 +21,7 @@ AWAY_SECONDS = (0.0, 1.0, 6.0)
 
 @pytest.fixture
 def postgres() -> Iterator[PostgresServer]:
-    binaries = find_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
-    with running(binaries) as server:
+    with running() as server:
         server.execute("ALTER SYSTEM SET fsync = 'on'")  # a kill must lose nothing that was committed
         server.execute("ALTER SYSTEM SET full_page_writes = 'on'")
         server.stop()

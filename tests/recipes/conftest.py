@@ -1,4 +1,4 @@
-"""One server of the bundled model and the debug model for all recipes."""
+"""Runs recipes against the server that the cookbook's tests use too."""
 
 import importlib
 import sys
@@ -11,10 +11,7 @@ from typer.testing import CliRunner
 
 import lorimer
 from lorimer.terminal import recipe_app
-from tests.conformance.servers import RunningServer, running_server
-from tests.surroundings import clean_surroundings
-
-MODELS = ["lorimer/tiny", "lorimer/debug"]
+from tests.surroundings import clean_environment  # noqa: F401
 
 Run = Callable[..., str]
 Refuse = Callable[..., tuple[int, str]]
@@ -23,23 +20,6 @@ Refuse = Callable[..., tuple[int, str]]
 def recipe_command(recipe: str, /, **options: object) -> list[str]:
     flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     return [sys.executable, "-W", "error", "-m", f"lorimer.recipes.{recipe}", *flags]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with clean_surroundings(tmp_path_factory.mktemp("home")):
-        yield
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server") / "data", MODELS) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def base_url(server: RunningServer) -> str:
-    return server.url
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,8 @@ import re
 import pytest
 
 from lorimer.cookbook.word_problems import generate_problems
-from tests.conformance.servers import running_server
+from tests.conftest import ODD_NAME as NAME
 
-NAME = "my/odd-name"
 RL: dict[str, object] = {"batch_size": 2, "group_size": 2}
 SL: dict[str, object] = {"max_steps": 2, "batch_size": 2, "rank": 4, "num_held_out": 2}
 OPTIONS: dict[str, dict[str, object]] = {
@@ -26,7 +25,14 @@ OPTIONS: dict[str, dict[str, object]] = {
     "sft_gsm8k": SL,
     "inference_gsm8k": {"max_tokens": 4, "limit": 2},
     "dpo": SL,
-    "distill_on_policy": {"teacher_steps": 2, "steps": 2, "batch_size": 2, "num_samples": 2, "rank": 4},
+    "distill_on_policy": {
+        "teacher_steps": 2,
+        "steps": 2,
+        "batch_size": 2,
+        "num_samples": 2,
+        "rank": 4,
+        "num_questions": 2,
+    },
     "prompt_distillation": {"num_questions": 4, "num_held_out": 2, "batch_size": 2, "max_steps": 2, "rank": 4},
     "demo": {"supervised_steps": 2, "rl_steps": 2, "num_questions": 4, **RL},
 }
@@ -35,9 +41,8 @@ WITH_DATA = {"chat_sft", "sft_gsm8k", "rl_gsm8k", "inference_gsm8k"}
 
 
 @pytest.fixture(scope="module")
-def odd_url(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("odd") / "data", [f"{NAME}=lorimer/tiny"]) as server:
-        yield server.url
+def odd_url(base_url):
+    return base_url
 
 
 @pytest.mark.parametrize(

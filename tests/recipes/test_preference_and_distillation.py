@@ -22,7 +22,7 @@ def test_dpo_on_a_file_and_on_made_pairs(run_recipe, service, tmp_path):
 
 def test_distill_on_policy(run_recipe, tmp_path):
     options = {"teacher_steps": 2, "steps": 2, "batch_size": 2, "num_samples": 2, "rank": 4, "eval_every": 2}
-    printed = run_recipe("distill_on_policy", **options)
+    printed = run_recipe("distill_on_policy", num_questions=20, **options)
     assert "teacher" in printed
     lines = read_metrics(tmp_path / "log" / "student")
     assert len(lines) == 3

@@ -64,7 +64,9 @@ CASES = {
     "sft_gsm8k": Case((2, 7), SL, has_data=True, output="model.txt"),
     "inference_gsm8k": Case((4, 20), {"max_tokens": 24, "temperature": 1.0, "concurrency": 2}, True, "output.jsonl"),
     "dpo": Case((2, 7), SL, output="model.txt"),
-    "distill_on_policy": Case((2, 12), {"teacher_steps": 4, "steps": 16, "batch_size": 2, "num_samples": 2, "rank": 4}),
+    "distill_on_policy": Case(
+        (2, 12), {"teacher_steps": 4, "steps": 16, "batch_size": 2, "num_samples": 2, "rank": 4, "num_questions": 20}
+    ),
     "prompt_distillation": Case(
         (2, 22), {"num_questions": 64, "num_held_out": 4, "batch_size": 4, "max_steps": 28, "rank": 4}
     ),

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
@@ -17,8 +18,10 @@ from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import DirectoryObjects, Objects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
 from lorimer.store.weights import Weights
@@ -35,10 +38,20 @@ class Service:
         self.directory, self.store, self.scheduler = directory, store, scheduler
 
     @classmethod
-    async def open(cls, path: Path, limits: SchedulerLimits | None = None, num_replicas: int = 1) -> "Service":
+    async def open(
+        cls,
+        path: Path,
+        limits: SchedulerLimits | None = None,
+        objects: Objects | None = None,
+        num_replicas: int = 1,
+        **scratch: Any,
+    ) -> "Service":
+        """``objects``: those of an object store, with ``scratch`` as the settings of their local copies."""
         directory = DataDirectory(path)
-        store = Store.open(None, directory.path)
-        service = cls(directory, store, Scheduler(store, directory, {MODEL: CONFIG}, limits, {MODEL: num_replicas}))
+        copies = Scratch(objects or DirectoryObjects(directory), directory, **scratch)
+        store = Store.open(None, directory.path, scratch=copies)
+        scheduler = Scheduler(store, directory, {MODEL: CONFIG}, limits, {MODEL: num_replicas}, copies)
+        service = cls(directory, store, scheduler)
         await service.scheduler.start()
         return service
 
@@ -158,7 +171,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def service(path: Path, num_replicas: int = 1, **limits) -> AsyncIterator[Service]:
-    opened = await Service.open(path, SchedulerLimits(**limits), num_replicas)
+    opened = await Service.open(path, SchedulerLimits(**limits), num_replicas=num_replicas)
     try:
         yield opened
     finally:
@@ -180,3 +193,9 @@ def sample_request(seq_id: int, *, max_tokens: int = 5, num_samples: int = 1, se
     params = types.SamplingParams(max_tokens=max_tokens, seed=seed, stop=[])
     prompt = types.ModelInput.from_ints([5, 6, 7])
     return types.SampleRequest(num_samples=num_samples, prompt=prompt, sampling_params=params, seq_id=seq_id)
+
+
+def start(service: Service, user_id: str, stream: bool = True, grammar: str = "", **fields):
+    """A sample of a caller who waits."""
+    request = sample_request(0, **fields)
+    return service.scheduler.start_sample(user_id, MODEL, None, request, stream=stream, grammar=grammar)

@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 
 from lorimer.engine.translation import decode_operation
-from lorimer.errors import StorageError
+from lorimer.errors import EngineError, StorageError
 from lorimer.scheduler import events
 from lorimer.store import runs
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
 from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
-from tests.scheduler.service import Service, service
+from tests.scheduler.service import Service, service, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -223,3 +223,18 @@ async def test_a_defect_of_the_scheduler_costs_nothing_but_time(s, monkeypatch, 
     await s.done(await s.scheduler.save_weights(user, run, 3 * STEPS + 1, kind="training", name="end"))
     assert_equal_weights(await s.saved(run, "end"), expected)
     assert "a planted defect" in caplog.text
+
+
+async def test_the_death_of_the_engine_ends_what_was_handed_out_and_repeats_the_rest(s):
+    await s.ready()
+    user, _ = await s.session("unlucky")
+    streamed = start(s, user.user_id, max_tokens=480, num_samples=16)
+    whole = start(s, user.user_id, stream=False, max_tokens=480, num_samples=16, seed=4)
+    await until(lambda: streamed.sample.num_streamed)
+    s.kill_engine()
+    with pytest.raises(EngineError, match="the engine ended while it computed this"):
+        async for _ in streamed.pieces():
+            pass
+    response = await whole.answer
+    assert len(response.sequences) == 16
+    assert s.core.is_isolating is False

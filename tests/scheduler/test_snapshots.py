@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from lorimer import types
-from lorimer.scheduler.manifests import is_whole
 from lorimer.store import futures
+from lorimer.store.manifests import is_whole
 from lorimer.store.runs import NO_SNAPSHOT, Run
 from lorimer.store.sessions import Session
 from lorimer.store.users import User

@@ -1,31 +1,22 @@
-"""Samples of callers who wait: tokens as they come, leaving, the death of an engine, and what is put on account."""
+"""Samples of callers who wait: tokens as they come, leaving, and what is put on account."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-import pytest_asyncio
 
 from lorimer.engine.messages import SampleProgress
-from lorimer.errors import Cancelled, EngineError, InvalidInput
+from lorimer.errors import Cancelled, InvalidInput
 from lorimer.scheduler.streaming import merge
 from lorimer.store import futures, usage
-from tests.scheduler.service import MODEL, Service, sample_request
-from tests.scheduler.service import service as open_service
+from tests.scheduler.service import Service, start
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(tmp_path_factory) -> AsyncIterator[Service]:
-    async with open_service(tmp_path_factory.mktemp("streaming") / "data") as opened:
-        yield opened
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def start(service, user_id, stream=True, grammar="", **fields):
-    request = sample_request(0, **fields)
-    return service.scheduler.start_sample(user_id, MODEL, None, request, stream=stream, grammar=grammar)
+@pytest.fixture
+def service(crowded) -> Service:
+    return crowded
 
 
 async def used(service, user_id):
@@ -110,29 +101,15 @@ async def test_whoever_stops_awaiting_the_answer_leaves(service):
     assert await used(service, user.user_id) == {}
 
 
-async def test_one_that_waits_can_be_given_up(service):
+async def test_one_that_waits_can_be_given_up(service, monkeypatch):
+    await service.ready()
     user, _ = await service.session("waiter")
-    service.kill_engine()
+    monkeypatch.setattr(service.core, "is_ready", False)
     sample = start(service, user.user_id, max_tokens=5)
     sample.close()
     with pytest.raises(Cancelled):
         await sample.answer
     assert service.core.sampling.num_waiting == 0
-
-
-async def test_the_death_of_the_engine_ends_what_was_handed_out_and_repeats_the_rest(service):
-    await service.ready()
-    user, _ = await service.session("unlucky")
-    streamed = start(service, user.user_id, max_tokens=480, num_samples=16)
-    whole = start(service, user.user_id, stream=False, max_tokens=480, num_samples=16, seed=4)
-    await until(lambda: streamed.sample.num_streamed)
-    service.kill_engine()
-    with pytest.raises(EngineError, match="the engine ended while it computed this"):
-        async for _ in streamed.pieces():
-            pass
-    response = await whole.answer
-    assert len(response.sequences) == 16
-    assert service.core.is_isolating is False
 
 
 async def test_a_wrong_grammar_fails_the_sample(service):

@@ -17,6 +17,7 @@ from lorimer.models.debug import make_debug_model
 from lorimer.server.app import create_app
 from lorimer.server.bodies import decode, read_body
 from lorimer.server.context import Context
+from lorimer.server.decoders import Decoders
 from lorimer.server.settings import Settings
 from lorimer.store import users
 from lorimer.types import TelemetrySendRequest
@@ -123,3 +124,18 @@ def serve(tmp_path: Path, model: Path) -> Serve:
                 engine.wait(30)
 
     return begin
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Callable[..., Decoders]]:
+    """Makes decoders with the given settings; all end with the test."""
+    made: list[Decoders] = []
+
+    def make(**settings: Any) -> Decoders:
+        made.append(Decoders(Settings(**settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert one.pids == []

@@ -2,21 +2,15 @@
 
 import asyncio
 import json
-import os
-import signal
 import time
 
-import httpx2
 import msgspec
-import numpy as np
-import psutil
 import pytest
 import zstandard
 
 from lorimer import types
 from lorimer.errors import InvalidField, InvalidJson, TooLarge
-from lorimer.server.decoder import Job
-from lorimer.server.decoders import BodyMemory, Decoders, DecodingMemory
+from lorimer.server.decoders import BodyMemory, DecodingMemory
 from lorimer.server.decoding import (
     CheckJson,
     DecodeSample,
@@ -30,40 +24,8 @@ from lorimer.server.decoding import (
 )
 from lorimer.server.errors import Refusal
 from lorimer.server.settings import Settings
-from lorimer.types.encoding import TooLargeTrainingRequest, encode_training_request
-from tests.server.processes import eventually
-
-PROTOBUF = "application/x-protobuf"
-TRAIN = DecodeTraining(PROTOBUF, False)
-MIB = 2**20
-
-
-def training_body(num_datums: int, num_tokens: int = 8, seq_id: int = 2, model_id: str = "s:train:0") -> bytes:
-    ids = np.arange(num_tokens + 1, dtype=np.int64) % 200 + 3
-    datum = types.Datum(
-        types.ModelInput.from_ints(ids[:-1]),
-        {"target_tokens": ids[1:], "weights": np.ones(num_tokens, np.float32)},
-    )
-    return encode_training_request(types.TrainingRequest(model_id, seq_id, [datum] * num_datums, "cross_entropy"))
-
-
-def job(task, body: bytes, encoding: str = "", max_bytes: int = 256 * MIB) -> Job:
-    return Job(task, len(body), encoding, max_bytes)
-
-
-@pytest.fixture
-async def pool():
-    made: list[Decoders] = []
-
-    def make(**settings) -> Decoders:
-        made.append(Decoders(Settings(**settings)))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.pids == []
-
+from lorimer.types.encoding import TooLargeTrainingRequest
+from tests.server.decoding import MIB, PROTOBUF, TRAIN, job, training_body
 
 # ── the same as here ──────────────────────────────────────────────────────────────────────────────────
 
@@ -176,28 +138,6 @@ async def test_a_body_that_needs_too_much_memory_fails_alone(pool):
     assert (await decoders.decode("ada", job(TRAIN, small), [small]))[1] == small
 
 
-async def test_a_decoder_that_dies_or_hangs_fails_its_body_alone_and_is_replaced(pool):
-    decoders = pool(decoder_seconds=20.0)
-    body = training_body(10)
-    await decoders.decode("ada", job(TRAIN, body), [body])
-    (first,) = decoders.pids
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        os.kill(decoders.pids[0], signal.SIGSTOP)
-        work = asyncio.ensure_future(decoders.decode("ada", job(TRAIN, body), [body]))
-        await asyncio.sleep(0.1)
-        other = await decoders.decode("bob", job(TRAIN, body), [body])
-        assert other[1] == body
-        if number == signal.SIGKILL:
-            os.kill(first, signal.SIGKILL)
-        with pytest.raises(Refusal) as raised:
-            await work
-        assert (raised.value.status, raised.value.code) == (503, "decoder_failed")
-        assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
-        assert (await decoders.decode("ada", job(TRAIN, body), [body]))[1] == body
-        first = decoders.pids[0]
-    assert decoders.memory.total == 0
-
-
 async def test_a_user_leaves_a_decoder_to_others(pool):
     decoders = pool(decoder_processes=2)
     large, small = training_body(3000), training_body(10)
@@ -250,46 +190,3 @@ async def test_the_event_loop_does_little_for_a_body_that_takes_long(start, form
         there = time.thread_time() - began
         assert answer.status_code == 404
     assert there < here / 3, (there, here)
-
-
-# ── the end ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def decoder_of(server) -> psutil.Process:
-    return next(one for one in server.engines() if "lorimer.server.decoder" in one.cmdline())
-
-
-async def begin_decoding(server) -> "tuple[psutil.Process, asyncio.Task[object]]":
-    """A decoder that is at a body for as long as anybody waits."""
-    body = training_body(1000)
-    headers = {"content-type": PROTOBUF}
-    url = f"{server.url}/api/v1/forward_backward"
-    assert httpx2.post(url, content=body, headers=headers, timeout=60).status_code == 404
-    decoder = decoder_of(server)
-    decoder.suspend()
-    client = httpx2.AsyncClient(timeout=120)
-    return decoder, asyncio.ensure_future(client.post(url, content=body, headers=headers))
-
-
-async def test_shutdown_does_not_wait_for_a_decoder(launch):
-    server = launch("--lazy", "--set", "shutdown_seconds=5").wait_until_listening()
-    decoder, held = await begin_decoding(server)
-    await asyncio.sleep(1)
-    began = time.monotonic()
-    server.process.send_signal(signal.SIGTERM)
-    answer = await asyncio.gather(held, return_exceptions=True)
-    assert await asyncio.to_thread(server.process.wait, 60) == 0, server.stderr()
-    assert time.monotonic() - began < 40
-    assert isinstance(answer[0], Exception) or answer[0].status_code == 503
-    decoder.wait(30)
-
-
-async def test_a_killed_server_takes_its_decoders_along(launch):
-    server = launch("--lazy").wait_until_listening()
-    body = training_body(1000)
-    url = f"{server.url}/api/v1/forward_backward"
-    assert httpx2.post(url, content=body, headers={"content-type": PROTOBUF}, timeout=60).status_code == 404
-    decoder = decoder_of(server)
-    server.process.kill()
-    server.process.wait()
-    eventually(lambda: not decoder.is_running() or decoder.status() == psutil.STATUS_ZOMBIE, "gone")

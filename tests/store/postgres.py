@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 
 PLACES = "/usr/lib/postgresql/*/bin"
 SETTINGS = {
@@ -76,7 +77,11 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def running(binaries: Path) -> Iterator[PostgresServer]:
+def running() -> Iterator[PostgresServer]:
+    """A server until the block ends; where PostgreSQL is not installed, the test is skipped."""
+    binaries = find_binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix="lorimer-postgres-", dir=memory))
     server = PostgresServer(binaries, directory)

@@ -28,8 +28,8 @@ def backup(
 ) -> None:
     """Copy the data directory and its database, as they are at one moment, into DEST; the server may run meanwhile.
 
-    DEST appears when it is complete. It holds what the data directory holds: keys as hashes, users' data and weights,
-    and the secret that signs tokens. Exit code 1 if files of the data directory were damaged or missing.
+    DEST appears when it is complete. It holds what the data directory and the object store hold: keys as hashes, users'
+    data and weights, and the secret that signs tokens. Exit code 1 if files were damaged or missing before.
     """
     settings = options.settings()
 
@@ -55,7 +55,8 @@ def restore(
     """Bring a backup back: verify every byte of SOURCE, then fill the data directory and the database with it.
 
     Refused while a server runs there, and for a directory or database that is not empty unless --replace is given.
-    A backup of SQLite can be restored into PostgreSQL and the other way round.
+    A backup of SQLite can be restored into PostgreSQL and the other way round. With the setting objects, weights,
+    snapshots and large payloads are uploaded to that object store first.
     """
     settings = options.settings()
 

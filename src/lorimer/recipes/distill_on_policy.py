@@ -23,7 +23,7 @@ from lorimer.cookbook.evaluation import accuracy, exact_match, together
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.service import get_tokenizer
-from lorimer.recipes.arithmetic_rl import split_sums
+from lorimer.recipes.arithmetic_rl import NUM_TEST, split_sums
 from lorimer.terminal import run_recipe
 
 MAX_TOKENS = 8
@@ -62,13 +62,15 @@ def main(
     num_samples: Annotated[int, typer.Option(help="tries of the student at each", min=1)] = 4,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
     rank: Annotated[int, typer.Option(min=1)] = 16,
+    num_questions: Annotated[int, typer.Option(help="sums to measure with, at most 200", min=1)] = NUM_TEST,
     eval_every: int = 10,
     seed: int = 0,
 ) -> None:
     async def run(service: ServiceClient, renderer: Renderer) -> tuple[dict[str, float], supervised.Result]:
         path = teacher or await make_teacher(service, model, renderer, log_dir / "teacher", teacher_steps)
         teaching = await service.create_sampling_client_async(path)
-        train_sums, test_sums = split_sums()
+        train_sums, held_out = split_sums()
+        test_sums = held_out[:num_questions]
         stop = renderer.get_stop_sequences()
 
         def convert(numbers: tuple[int, int]) -> list[distillation.Prompt]:

@@ -4,10 +4,12 @@ Everything that waits is here: transactions, the engine, timers, files. All deci
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lorimer import types
 from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo, SampleProgress
-from lorimer.errors import Busy, EngineError, LorimerError, StorageError
+from lorimer.errors import Busy, EngineDied, EngineError, LorimerError, StorageError
 from lorimer.scheduler import events, journal
 from lorimer.scheduler.core import Core
 from lorimer.scheduler.custom_loss import register_command
@@ -23,23 +25,34 @@ from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.events import Effect, Event, OperationReply, Replied
 from lorimer.scheduler.inbox import Inbox
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.manifests import is_whole
-from lorimer.scheduler.payloads import CreateLoss, decode_payload
-from lorimer.scheduler.placement import Load
+from lorimer.scheduler.payloads import CreateLoss, Load, decode_payload
+from lorimer.scheduler.placement import Load as ReplicaLoad
 from lorimer.scheduler.results import Results
-from lorimer.scheduler.runs import Flight, Operation, QueueState
+from lorimer.scheduler.runs import Flight, Journal, Operation, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import ServedModel, queue_state
 from lorimer.scheduler.streaming import DirectSample, new_sample
 from lorimer.scheduler.translate import engine_sample, to_forward_backward
 from lorimer.scheduler.usage_buffer import UsageBuffer
+from lorimer.store import tokenizers
 from lorimer.store.database import Store
-from lorimer.store.directory import DataDirectory
+from lorimer.store.scratch import Kind, Scratch
 from lorimer.types.encoding import read_loss
 
 log = logging.getLogger("lorimer.scheduler")
 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
+
+
+@dataclass(frozen=True)
+class _FetchFailed(events.NoReply):
+    """Stands for ``to`` in a command whose directory could not be fetched: the reply is ``error``.
+
+    The command is sent all the same, so that replies arrive in the order of commands.
+    """
+
+    to: events.ReplyTo
+    error: LorimerError
 
 
 class Driver:
@@ -51,7 +64,7 @@ class Driver:
         place: str,
         config: EngineConfig,
         store: Store,
-        directory: DataDirectory,
+        scratch: Scratch,
         limits: SchedulerLimits,
         results: Results,
         usage: UsageBuffer,
@@ -59,12 +72,13 @@ class Driver:
     ) -> None:
         """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
         self.name, self.place = name, place
+        directory = scratch.directory
         self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
         self.inbox = Inbox()
         self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
         self.streams: dict[str, DirectSample] = {}
         """Direct samples in progress, by request_id."""
-        self._store, self._directory, self._results, self._usage = store, directory, results, usage
+        self._store, self._scratch, self._results, self._usage = store, scratch, results, usage
         self._known_losses = known_losses
         self._registered_losses: set[str] = set()
         self._submits: dict[Operation, asyncio.Future[events.Admit]] = {}
@@ -72,16 +86,18 @@ class Driver:
         self._background: set[asyncio.Future[None]] = set()
         self._commits: set[asyncio.Future[object]] = set()
         """Transactions in progress."""
+        self._transfers: set[asyncio.Future[None]] = set()
+        """Uploads before transactions and fetches before commands; cancelled at the end."""
         self._is_storage_given_up = self._is_ended = False
         self._closed = asyncio.Event()
 
     # ── what the scheduler calls ──────────────────────────────────────────────────────────────────────
 
-    def load(self) -> Load:
+    def load(self) -> ReplicaLoad:
         core = self.core
         num_samples = core.sampling.num_waiting + core.sampling.num_running
         is_usable = self.slot.state != "failed"
-        return Load(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
+        return ReplicaLoad(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
 
     def holds(self, model_id: str) -> bool:
         """Return whether a run must stay here: it is in the engine, has work, or a request for it is arriving."""
@@ -182,6 +198,8 @@ class Driver:
         self._is_ended = True
         await self.slot.close()
         self._fail_engine_waiters(Busy(reason))
+        for transfer in self._transfers:
+            transfer.cancel()
         if self._background:
             await asyncio.wait(self._background)
         while self._commits:
@@ -211,11 +229,10 @@ class Driver:
                     return None
                 stream.progress(event)
                 return events.Streamed(request_id, len(tokens))
+            case Replied(to=_FetchFailed(to=to, error=error), reply=reply):
+                return Replied(to, reply if isinstance(reply, EngineDied) else error)
             case events.EngineReady(info=info):
-                waiters, self._engine_waiters = self._engine_waiters, []
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(info)
+                self._engine_ready(info)
             case events.EngineEnded(reason=reason, is_final=is_final):
                 self._registered_losses.clear()
                 if is_final:
@@ -228,10 +245,20 @@ class Driver:
                 self._registered_losses.add(payload.loss_id)
         return event  # type: ignore[return-value]
 
+    def _engine_ready(self, info: ModelInfo) -> None:
+        waiters, self._engine_waiters = self._engine_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(info)
+        if not self._scratch.is_local:
+            self._transfer(self._publish_tokenizer(info))
+
     def _perform(self, effect: Effect) -> None:  # noqa: C901 (one case for each effect)
         match effect:
             case events.Commit(transaction=transaction):
                 self._commit(transaction, FIRST_PAUSE_SECONDS)
+            case events.Send(command=messages.LoadState() | messages.LoadSampler() as command, to=to):
+                self._send_load(command, to)
             case events.Send(command=command, to=to):
                 self.slot.send(command, to)
             case events.SendBatch(operations=operations):
@@ -259,8 +286,7 @@ class Driver:
             case events.Verify(model_id=model_id, name=name):
                 self._in_background(self._verify(model_id, name))
             case events.Discard(kind=kind, names=names):
-                root = self._directory.weights if kind == "weights" else self._directory.snapshots
-                self._in_background(self._discard([root / name for name in names]))
+                self._in_background(self._discard(kind, list(names)))
             case events.Report(level=level, message=message, model_id=model_id, error=error):
                 extra = {"model_id": model_id} if model_id else {}
                 log.log(getattr(logging, level.upper()), message, exc_info=error, extra=extra)
@@ -273,25 +299,69 @@ class Driver:
         """Run a transaction, and retry it while the storage fails."""
         if self._is_ended:
             return
-        run = self._store.submit_read if transaction.only_reads else self._store.submit
+        if not self._scratch.is_local and (named := named_directories(transaction)):
+            self._transfer(self._publish_and_commit(named, transaction, pause))
+        else:
+            self._apply(transaction, pause)
+
+    async def _publish_and_commit(
+        self, named: list[tuple[Kind, str]], transaction: journal.Transaction, pause: float
+    ) -> None:
+        """Upload the directories that a transaction is about to name, then run it, while they stay here."""
+        with contextlib.ExitStack() as pins:
+            try:
+                for kind, name in named:
+                    pins.enter_context(self._scratch.pinned(kind, name))
+                    await self._scratch.publish(kind, name)
+            except StorageError as error:
+                self._retry_commit(transaction, error, pause)
+            except LorimerError as error:
+                self.inbox.post(events.CommitFailed(transaction, error))
+            else:
+                if (commit := self._apply(transaction, pause)) is not None:
+                    await asyncio.wait([commit])
+
+    def _apply(self, transaction: journal.Transaction, pause: float) -> "asyncio.Future[object] | None":
         try:
-            waiter = run(transaction.apply)
+            if transaction.only_reads:
+                waiter = self._store.submit_read(transaction.apply)
+            else:
+                payload = transaction.operation.payload if isinstance(transaction, journal.ACCEPTING) else b""
+                waiter = self._store.submit(transaction.apply, payload)
         except StorageError as error:
             self._retry_commit(transaction, error, pause)
-            return
+            return None
         self._commits.add(waiter)
         waiter.add_done_callback(lambda done: self._on_commit(transaction, done, pause))
+        return waiter
 
     def _on_commit(self, transaction: journal.Transaction, done: "asyncio.Future[object]", pause: float) -> None:
         self._commits.discard(done)
         error = done.exception()
         if error is None:
-            self.inbox.post(events.Committed(transaction, done.result()))
+            self._committed(transaction, done.result())
         elif isinstance(error, StorageError):
             self._retry_commit(transaction, error, pause)
         else:
             assert isinstance(error, Exception)
             self.inbox.post(events.CommitFailed(transaction, error))
+
+    def _committed(self, transaction: journal.Transaction, result: object) -> None:
+        reads = loaded_weights(result) if isinstance(result, Journal) and not self._scratch.is_local else []
+        if reads:
+            self._transfer(self._bring_and_post(reads, events.Committed(transaction, result)))
+        else:
+            self.inbox.post(events.Committed(transaction, result))
+
+    async def _bring_and_post(self, reads: list[str], event: events.Committed) -> None:
+        """Fetch the weights that operations of a journal load before the run is rebuilt from it."""
+        for name in reads:
+            self._scratch.pin("weights", name)  # rare, so they are kept until the server ends
+            try:
+                await self._scratch.bring_patiently("weights", name, lambda: self._is_storage_given_up)
+            except LorimerError as error:  # the engine finds nothing to load, and the operation fails
+                log.error("weights that an operation loads: %s", error)
+        self.inbox.post(event)
 
     def _retry_commit(self, transaction: journal.Transaction, error: StorageError, pause: float) -> None:
         is_submit = isinstance(transaction, journal.ACCEPTING)
@@ -303,6 +373,31 @@ class Driver:
         asyncio.get_running_loop().call_later(pause, self._commit, transaction, later)
 
     # ── the engine ────────────────────────────────────────────────────────────────────────────────────
+
+    def _send_load(self, command: messages.LoadState | messages.LoadSampler, to: events.ReplyTo) -> None:
+        # An operation's weights were fetched before it was accepted, and keep their place among other commands.
+        if self._scratch.is_local or isinstance(to, OperationReply):
+            self.slot.send(command, to)
+        else:
+            self._transfer(self._bring_and_send(command, to))
+
+    async def _bring_and_send(self, command: messages.LoadState | messages.LoadSampler, to: events.ReplyTo) -> None:
+        """Fetch the directory that a command reads, then send it, unless its engine has ended."""
+        path, engine = Path(command.directory), self.slot.num_deaths
+        kind: Kind = "weights" if path.parent == self.core.weights else "snapshots"
+
+        def is_given_up() -> bool:
+            return self._is_storage_given_up or self.slot.num_deaths != engine
+
+        with self._scratch.pinned(kind, path.name):
+            try:
+                await self._scratch.bring_patiently(kind, path.name, is_given_up)
+            except StorageError as error:  # the server is closing, or the engine has ended: nothing is damaged
+                to = _FetchFailed(to, EngineError(str(error)))
+            except LorimerError as error:
+                to = _FetchFailed(to, error)
+            if self.slot.num_deaths == engine:
+                self.slot.send(command, to)
 
     def _send_training(
         self, operations: "list[tuple[Operation, Flight | None]]", *, keep_payload: bool = False
@@ -386,19 +481,45 @@ class Driver:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def _transfer(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        for tasks in (self._background, self._transfers):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
     async def _verify(self, model_id: str, name: str) -> None:
-        found = await asyncio.to_thread(is_whole, self._directory.snapshots / name)
+        try:
+            found = await self._scratch.is_whole("snapshots", name, lambda: self._is_storage_given_up)
+        except StorageError:
+            found = False  # not known, so the snapshot before it is kept
         self.inbox.post(events.Verified(model_id, name, found))
 
-    async def _discard(self, paths: list[Path]) -> None:
-        """Delete directories that an engine has written, complete or not."""
-
-        def remove() -> None:
-            for path in paths:
-                for found in [path, *path.parent.glob(f"{path.name}.tmp-*")]:
-                    self._directory.remove(found)
-
+    async def _publish_tokenizer(self, info: ModelInfo) -> None:
         try:
-            await asyncio.to_thread(remove)
+            await tokenizers.publish(self._scratch.objects, self.name, Path(info.directory))
+        except (LorimerError, OSError) as error:
+            log.warning("cannot store the tokenizer of %s: %s", self.name, error)
+
+    async def _discard(self, kind: Kind, names: list[str]) -> None:
+        """Delete directories that an engine has written, complete or not."""
+        try:
+            await self._scratch.remove(kind, names)
         except StorageError as error:
             log.warning("cannot delete; the next start deletes it: %s", error)
+
+
+def named_directories(transaction: journal.Transaction) -> list[tuple[Kind, str]]:
+    """Return the directories that rows name after a transaction; they are stored completely before it."""
+    match transaction:
+        case journal.SetSnapshot(name=name):
+            return [("snapshots", name)]
+        case journal.FinishOperation(flight=Flight(target=str() as target, payload=payload)):
+            return [("snapshots" if isinstance(payload, Load) else "weights", target)]
+    return []
+
+
+def loaded_weights(journal: Journal) -> list[str]:
+    """Return the names of the weights that operations of a journal load."""
+    loads = {row.request_id for row in journal.rows if row.kind == "load_weights"}
+    found = [decode_payload(payload) for request_id, payload in journal.payloads.items() if request_id in loads]
+    return [payload.weights_name for payload in found if isinstance(payload, Load)]

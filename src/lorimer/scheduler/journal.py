@@ -19,12 +19,12 @@ from sqlalchemy import Connection
 
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, InvalidInput, TooLarge
-from lorimer.scheduler.manifests import add_weights
 from lorimer.scheduler.payloads import CreateLoss, CreateModel, Load, Save, SaveEphemeral, decode_payload
 from lorimer.scheduler.runs import MISSING, Flight, Journal, Operation, Outcome, needs_payload
 from lorimer.scheduler.translate import wire_sample_response, wire_training_output
 from lorimer.store import (
     audit,
+    blobs,
     checkpoints,
     custom_loss,
     futures,
@@ -38,6 +38,7 @@ from lorimer.store import (
     weights,
 )
 from lorimer.store.futures import FutureRow, FutureState
+from lorimer.store.manifests import read_files
 from lorimer.store.runs import Run
 from lorimer.store.sessions import Session
 from lorimer.store.usage import UsageItem, UsageKind
@@ -259,7 +260,9 @@ class FindWeights(Transaction):
 
 
 def payloads(c: Connection, request_ids: Iterable[str]) -> dict[str, bytes]:
-    found = {request_id: futures.payload(c, request_id) for request_id in request_ids}
+    ids = list(request_ids)
+    blobs.expect(c, ids, "payload")
+    found = {request_id: futures.payload(c, request_id) for request_id in ids}
     return {request_id: payload for request_id, payload in found.items() if payload is not None}
 
 
@@ -441,7 +444,7 @@ def _finish_save(
     c: Connection, operation: Operation, run: Run, payload: Save, directory: Path, max_stored_bytes: int
 ) -> Outcome:
     kind = payload.checkpoint_kind
-    saved = add_weights(c, run, directory, has_optimizer=kind == "training")
+    saved = weights.add_directory(c, run, directory.name, read_files(directory), has_optimizer=kind == "training")
     # The size is known only now, and saves that were submitted concurrently were checked one by one.
     replaced = (run.model_id, kind, payload.name) if payload.overwrite else None
     quotas.check_room(c, run.user_id, saved.size_bytes, max_stored_bytes, replaced)
@@ -468,7 +471,7 @@ def _finish_save(
 
 
 def _finish_ephemeral(c: Connection, operation: Operation, run: Run, seq: int, directory: Path) -> Outcome:
-    saved = add_weights(c, run, directory, has_optimizer=False)
+    saved = weights.add_directory(c, run, directory.name, read_files(directory), has_optimizer=False)
     sampler = samplers.create_sampler(
         c,
         session_id=run.session_id,

@@ -22,11 +22,10 @@ from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.placement import replica_name
 from lorimer.scheduler.recovery import place_lost
-from lorimer.scheduler.retention import sweep
 from lorimer.scheduler.runs import Operation
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.wakeups import Kind, Wakeup, Wakeups
-from lorimer.store import futures, owners, runs
+from lorimer.store import futures, leases, owners, runs
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -172,8 +171,9 @@ class Leases:
         if now - self._last_sweep < self._config.sweep_seconds:
             return
         self._last_sweep = now
-        if await self._store.read(owners.is_leader, self.owner_id):
-            await sweep(self._owner)
+        # One owner does this for all. The lease outlives the sweep: it also says that this one is done.
+        if await self._store.write(leases.take, "sweep", self.owner_id, self._config.sweep_seconds * 0.9):
+            await self._owner.sweep()
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────
 

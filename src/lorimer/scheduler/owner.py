@@ -13,9 +13,10 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import CreateLoss
 from lorimer.scheduler.recovery import delete_orphans, keep_unserved, place_all, take_up
 from lorimer.scheduler.results import Results
+from lorimer.scheduler.retention import ObjectSweeper, sweep
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store.database import Store
-from lorimer.store.directory import DataDirectory
+from lorimer.store.scratch import Scratch
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -26,12 +27,14 @@ class Owner:
     def __init__(
         self,
         store: Store,
-        directory: DataDirectory,
+        scratch: Scratch,
         limits: SchedulerLimits,
         results: Results,
         usage: UsageBuffer,
     ) -> None:
-        self.store, self.directory, self.limits = store, directory, limits
+        self.store, self.scratch, self.limits = store, scratch, limits
+        self.directory = scratch.directory
+        self.object_sweeper = ObjectSweeper()
         self.results, self.usage = results, usage
         self.owner_id = secrets.token_hex(16)
         """Made anew at each start."""
@@ -53,6 +56,7 @@ class Owner:
     async def recover(self) -> None:
         """Recover the requests of an earlier server, when this process is the only one."""
         num_files = await delete_orphans(self)
+        self.scratch.adopt()
         await place_all(self)
         await keep_unserved(self)
         num_requests = sum([await self.take_up(place) for place in self.drivers])
@@ -70,7 +74,7 @@ class Owner:
             place,
             config,
             self.store,
-            self.directory,
+            self.scratch,
             self.limits,
             self.results,
             self.usage,
@@ -89,6 +93,11 @@ class Owner:
             await asyncio.sleep(pause)
             self.drivers[place] = self._new_driver(place, driver.name, driver.slot.config)
             await self.take_up(place)
+
+    async def sweep(self) -> None:
+        """Delete what has expired, and objects that nothing names."""
+        await sweep(self)
+        await self.object_sweeper.sweep(self)
 
     async def close(self, timeout: float) -> None:
         """Finish what is being computed, take a snapshot of every run, and stop the engines."""

@@ -115,6 +115,9 @@ async def _take_up(owner: "Owner", driver: "Driver", row: FutureRow, found: _Fou
         if row.request_id in found.damaged:
             raise found.damaged[row.request_id]
         operation = _sample(operation, found) if row.kind == "sample" else _of_run(operation, row, found)
+        if operation.reads is not None and not _is_creation(row):
+            owner.results.open[row.request_id] = operation  # so that the weights stay when they are here
+            await owner.scratch.bring_patiently("weights", operation.reads)
     except (LookupError, ValueError, CheckpointError, msgspec.MsgspecError, ValidationError) as error:
         reason = f"it cannot be taken up after a restart of the server: {type(error).__name__}: {error}"
         outcome = await owner.store.submit(journal.Fail(operation, reason, "server").apply)

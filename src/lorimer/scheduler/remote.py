@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,13 +24,14 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, replica_name
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
-from lorimer.scheduler.scheduler import Replica, Scheduler
+from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler
 from lorimer.scheduler.stats import QueuedRequests, ReplicaStatus, SchedulerStats, ServedModel
 from lorimer.scheduler.streaming import DirectSample, new_sample
 from lorimer.scheduler.wakeups import Wakeup, Wakeups
-from lorimer.store import futures, owners
+from lorimer.store import futures, owners, tokenizers
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.scratch import Scratch
 
 log = logging.getLogger("lorimer.scheduler")
 
@@ -100,7 +102,7 @@ class RemoteReplica:
         match event:
             case events.Submitted(operation=Sample() as sample):
                 self._check_room(operation, limits)
-                row, _ = await store.submit(journal.Accept(sample).apply)
+                row, _ = await store.submit(journal.Accept(sample).apply, sample.payload)
                 admitted = events.Admit(sample, row.request_id)
             case events.Submitted(run=None):
                 accept = journal.AcceptLoss(operation, limits.max_losses_per_session)
@@ -111,7 +113,7 @@ class RemoteReplica:
                 if run.corrupted:
                     raise InvalidInput(run.corrupted)
                 self._check_room(operation, limits)
-                row, _ = await store.submit(AcceptAt(operation, limits).apply)
+                row, _ = await store.submit(AcceptAt(operation, limits).apply, operation.payload)
                 admitted = events.Admit(operation, row.request_id, operation.lane)
             case events.CreateSubmitted(transaction=create):
                 created, row, _ = await store.submit(create.apply)
@@ -170,12 +172,13 @@ class RemoteScheduler(Scheduler):
         models: Mapping[str, EngineConfig],
         limits: SchedulerLimits,
         num_replicas: Mapping[str, int],
+        scratch: Scratch,
         door_token: str,
         on_keys_changed: Callable[[], None] = lambda: None,
         on_keys_looked_for: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_keys_changed`` is called when another process says so, ``on_keys_looked_for`` now and then."""
-        super().__init__(store, directory, models, limits, num_replicas)
+        super().__init__(store, directory, models, limits, num_replicas, scratch)
         self._token = door_token
         self._on_keys_changed, self._on_keys_looked_for = on_keys_changed, on_keys_looked_for
         self._remote: dict[str, RemoteReplica] = {}
@@ -185,6 +188,8 @@ class RemoteScheduler(Scheduler):
         """Who waits for a request, or for any sample of a sampling session, by its id."""
         self._refreshed = asyncio.Event()
         self._stats = SchedulerStats([], {}, [])
+        self._tokenizers: dict[str, Path] = {}
+        """Local copies of the tokenizers of base models whose directory is on another machine."""
         self._task: asyncio.Task[None] | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
@@ -261,6 +266,22 @@ class RemoteScheduler(Scheduler):
 
     def stats(self) -> SchedulerStats:
         return self._stats
+
+    async def model_info(self, name: str) -> ModelInfo:
+        """Return the description of a base model; its directory here has the files of its tokenizer."""
+        info = await super().model_info(name)
+        if Path(info.directory).is_dir():
+            return info
+        if name not in self._tokenizers:
+            self._tokenizers[name] = await tokenizers.fetch(self.scratch.objects, name, self.directory.path)
+        return msgspec.structs.replace(info, directory=str(self._tokenizers[name]))
+
+    async def _submit(self, replica: Replica, operation: Operation, event: events.Event) -> Accepted:
+        """Commit a request. Its owner fetches what it reads."""
+        if self._is_closing:
+            raise Busy("the server is shutting down")
+        admitted = await replica.submit(operation, event)
+        return Accepted(admitted.request_id, admitted.model_id)
 
     def start_engine(self, name: str) -> None:
         """Owners start their engines."""

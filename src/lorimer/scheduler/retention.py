@@ -1,7 +1,10 @@
-"""The periodic sweep: deletes expired results, checkpoints, samplers, runs and weights, and evicts them from memory."""
+"""The periodic sweep: deletes expired results, checkpoints, samplers, runs and weights, and evicts them from memory.
 
-import asyncio
+Also deletes what a crashed server left in an object store; what it left in the data directory goes at the next start.
+"""
+
 import logging
+import secrets
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -12,7 +15,8 @@ from sqlalchemy import Connection
 from lorimer.scheduler import payloads
 from lorimer.scheduler.events import Expired
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.store import audit, checkpoints, futures, runs, samplers, weights
+from lorimer.store import audit, checkpoints, futures, leases, runs, samplers, weights
+from lorimer.store.retention import ORPHAN_AGE, known_names, sweep_objects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
 from lorimer.store.weights import Weights
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from lorimer.scheduler.owner import Owner
 
 log = logging.getLogger("lorimer.scheduler")
+
+OBJECT_SWEEP_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,35 @@ async def sweep(owner: "Owner") -> None:
     gone = await owner.store.write(_forget, now, limits)
     for driver in owner.drivers.values():
         driver.post(Expired([run.model_id for run in gone.runs if run.base_model == driver.name]))
-    directory = owner.directory
-    paths = [directory.weights / found.name for found in gone.weights]
-    names = [name for run in gone.runs for name in (run.snapshot_name, run.newest_name)]
-    paths += [directory.snapshots / name for name in names if name is not None]
-    for path in paths:
-        await asyncio.to_thread(directory.remove, path)
-    if gone.samplers or paths:
+    names = [name for run in gone.runs for name in (run.snapshot_name, run.newest_name) if name is not None]
+    await owner.scratch.remove("weights", [found.name for found in gone.weights])
+    await owner.scratch.remove("snapshots", names)
+    num_deleted = len(gone.weights) + len(names)
+    if gone.samplers or num_deleted:
         log.info(
-            "expired %d samplers and %d runs, deleted %d directories", len(gone.samplers), len(gone.runs), len(paths)
+            "expired %d samplers and %d runs, deleted %d directories", len(gone.samplers), len(gone.runs), num_deleted
         )
     _forget_memory(owner, gone)
+
+
+class ObjectSweeper:
+    """Deletes orphans of an object store, once an hour, on one of the servers that share it."""
+
+    def __init__(self, orphan_age: timedelta = ORPHAN_AGE) -> None:
+        self._orphan_age = orphan_age
+        self._holder = secrets.token_hex(16)
+        self._next = 0.0
+
+    async def sweep(self, owner: "Owner") -> None:
+        scratch, store = owner.scratch, owner.store
+        if scratch.is_local or time.monotonic() < self._next or owner.directory.is_held:
+            return
+        self._next = time.monotonic() + OBJECT_SWEEP_SECONDS
+        # The lease outlives the sweep: it also says that this hour's is done.
+        if await store.write(leases.take, "object-sweep", self._holder, OBJECT_SWEEP_SECONDS * 0.9):
+            removed = await sweep_objects(scratch.objects, lambda: store.read(known_names), self._orphan_age)
+            if removed:
+                log.info("deleted %d objects that nothing names", len(removed))
 
 
 def _forget_memory(owner: "Owner", gone: _Forgotten) -> None:

@@ -27,7 +27,6 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample, replica_name, sample_key
 from lorimer.scheduler.results import Results
-from lorimer.scheduler.retention import sweep
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import STATES, ReplicaStatus, SchedulerStats, ServedModel, combine, take_stats
@@ -37,8 +36,10 @@ from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store import futures
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import DirectoryObjects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
 from lorimer.store.weights import Weights
@@ -88,13 +89,16 @@ class Scheduler:
         models: Mapping[str, EngineConfig],
         limits: SchedulerLimits | None = None,
         num_replicas: Mapping[str, int] | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         """``models`` are the served base models, each with one replica unless ``num_replicas`` says otherwise."""
         self.limits = limits or SchedulerLimits()
         self.store, self.directory, self.models = store, directory, models
+        self.scratch = scratch or Scratch(DirectoryObjects(directory), directory)
+        self.scratch.reads = lambda: {one.reads for one in self.results.open.values() if one.reads is not None}
         self.results = Results(FinishedSamples(store), self.limits.recent_result_bytes)
         self.usage = UsageBuffer(store)
-        self.owner = Owner(store, directory, self.limits, self.results, self.usage)
+        self.owner = Owner(store, self.scratch, self.limits, self.results, self.usage)
         self._num_replicas = num_replicas or {}
         self._places: dict[str, str] = {}
         """The replica of each run that was used since the start, by model_id."""
@@ -118,7 +122,7 @@ class Scheduler:
 
     async def sweep(self) -> None:
         """Delete what has expired."""
-        await sweep(self.owner)
+        await self.owner.sweep()
         for model_id in [model_id for model_id, place in self._places.items() if not self._holds(place, model_id)]:
             del self._places[model_id]
 
@@ -502,7 +506,12 @@ class Scheduler:
     async def _submit(self, replica: Replica, operation: Operation, event: events.Event) -> Accepted:
         if self._is_closing:
             raise Busy("the server is shutting down")
-        admitted = await replica.submit(operation, event)
+        if operation.reads is None:
+            admitted = await replica.submit(operation, event)
+        else:  # engines read these weights in the order of commands, which must not wait for an object store
+            with self.scratch.pinned("weights", operation.reads):
+                await self.scratch.bring("weights", operation.reads)
+                admitted = await replica.submit(operation, event)
         return Accepted(admitted.request_id, admitted.model_id)
 
     def _check_active(self, session: Session) -> None:

@@ -7,6 +7,7 @@ it owns.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,13 +30,15 @@ from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exce
 from lorimer.server.guard import Guard
 from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.prometheus import Metrics
-from lorimer.server.roles import open_store, secret_of
+from lorimer.server.roles import open_store, secret_of, shares_directory
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.server.upkeep import Periodic
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import open_objects
+from lorimer.store.scratch import Scratch
 
 GUESSES_SECONDS = 20.0
 """Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
@@ -48,10 +51,16 @@ BUSY_PATHS = {
 
 
 def make_scheduler(
-    settings: Settings, store: Store, directory: DataDirectory, secret: bytes, credentials: Credentials
+    settings: Settings,
+    store: Store,
+    directory: DataDirectory,
+    secret: bytes,
+    credentials: Credentials,
+    scratch: Scratch,
 ) -> Scheduler:
     """Return the scheduler of this process's role."""
-    given = (store, directory, settings.engine_configs(), settings.scheduler_limits(), settings.num_replicas())
+    models, limits = settings.engine_configs(), settings.scheduler_limits()
+    given = (store, directory, models, limits, settings.num_replicas(), scratch)
     if settings.role == "all":
         return Scheduler(*given)
     from lorimer.scheduler.doors import door_token
@@ -119,8 +128,12 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
 
 async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
     """Open every part of a server and register its cleanup on ``stack``."""
-    directory, store = await asyncio.to_thread(open_store, settings)
+    directory = DataDirectory(settings.data)
+    await asyncio.to_thread(partial(directory.lock, is_shared=shares_directory(settings)))
     stack.callback(directory.unlock)
+    scratch = Scratch(await open_objects(settings.objects, directory), directory, max_bytes=settings.scratch_bytes)
+    stack.callback(scratch.remover.close)
+    store = await asyncio.to_thread(open_store, settings, directory, scratch)
     stack.callback(store.close)
     secret = secret_of(settings, directory)
     signer = Signer(secret)
@@ -131,11 +144,12 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
             f"host is {settings.host!r}, which others can reach, and there are no keys: make one with "
             f"`lorimer key create NAME --data {settings.data}`, or listen on 127.0.0.1"
         )
-    scheduler = make_scheduler(settings, store, directory, secret, credentials)
+    scheduler = make_scheduler(settings, store, directory, secret, credentials, scratch)
     return Context(
         settings=settings,
         store=store,
         directory=directory,
+        scratch=scratch,
         scheduler=scheduler,
         credentials=credentials,
         metrics=Metrics(scheduler.stats),

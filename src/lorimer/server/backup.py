@@ -3,13 +3,14 @@
     DEST/manifest.json   what the backup holds: size and SHA-256 of every file, rows of every table
     DEST/lorimer.db      the database, always as a SQLite file
     DEST/secret          signs tokens and download links
-    DEST/weights, snapshots, blobs   the files that rows of the database name
+    DEST/weights, snapshots, blobs   the files that rows of the database name, also those of an object store
 
 First file deletion is deferred: by the running server while the connection to its socket is open, else by the lock of
 the directory. Then the rows are copied in one transaction, then the files that these rows name, which never change once
 they are named. Everything is written beside DEST and renamed when it is complete and synced.
 """
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -18,6 +19,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -27,11 +29,12 @@ from sqlalchemy import URL
 
 from lorimer import __version__
 from lorimer.errors import CheckpointError, DiskFull, InvalidInput, StorageError
-from lorimer.scheduler.manifests import is_whole
 from lorimer.server.control import HoldFiles, held_server
 from lorimer.server.settings import Settings
 from lorimer.store.connections import database_url
 from lorimer.store.directory import DataDirectory, free_bytes, storage_error, sync_directory, write_file
+from lorimer.store.manifests import is_whole
+from lorimer.store.objects import DIRECTORIES, open_objects
 from lorimer.store.tables import SCHEMA_VERSION
 from lorimer.store.transfer import copy_database
 
@@ -87,8 +90,8 @@ def back_up(settings: Settings, destination: Path, report: Report) -> Manifest:
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir(mode=0o700)
-        with held(settings, data) as (url, is_held):
-            manifest = _write(data, url, temporary, report, is_held)
+        with held(settings, data) as source:
+            manifest = _write(data, source, temporary, report)
         os.rename(temporary, destination)
         sync_directory(destination.parent)
     except BaseException as error:
@@ -99,30 +102,50 @@ def back_up(settings: Settings, destination: Path, report: Report) -> Manifest:
     return manifest
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a backup is made of, besides the data directory."""
+
+    url: URL
+    """Of the database."""
+    objects: str
+    """The URL of the object store; empty if objects are in the data directory."""
+    is_held: Callable[[], bool]
+    """Returns whether deletion is still deferred."""
+
+
 @contextmanager
-def held(settings: Settings, data: Path) -> Iterator[tuple[URL, Callable[[], bool]]]:
-    """Defer file deletion inside the block. Yield the database URL and a check that deletion is still deferred."""
+def held(settings: Settings, data: Path) -> Iterator[Source]:
+    """Defer the deletion of files and objects inside the block."""
     with held_server(data, HoldFiles()) as server:
         if server is not None:
-            yield database_url(server.reply.database or None, data), server.is_connected
+            yield Source(database_url(server.reply.database or None, data), server.reply.objects, server.is_connected)
             return
     directory = DataDirectory(data)
     directory.lock()
     try:
-        yield database_url(settings.database or None, data), lambda: True
+        yield Source(database_url(settings.database or None, data), settings.objects, lambda: True)
     finally:
         directory.unlock()
 
 
-def _write(data: Path, url: URL, target: Path, report: Report, is_held: Callable[[], bool]) -> Manifest:
-    created_at = datetime.now(UTC)
+def _write(data: Path, source: Source, target: Path, report: Report) -> Manifest:
+    created_at, url = datetime.now(UTC), source.url
     if url.drivername == "sqlite" and not Path(str(url.database)).exists():
         raise InvalidInput(f"there is no database {url.database!r}; was the data directory ever served?")
     rows = copy_database(url, target / DATABASE, report)
     files = {DATABASE: described(target / DATABASE)}
-    copier = _Copier(data, target, report)
-    copier.copy([*named_files(target / DATABASE, data), *([SECRET] if (data / SECRET).exists() else [])])
-    if copier.missing and not is_held():
+    secret = [SECRET] if (data / SECRET).exists() else []
+    folders, blobs = named_objects(target / DATABASE)
+    if source.objects:
+        fetched = asyncio.run(fetch_objects(source.objects, DataDirectory(data), [*folders, *blobs], target, report))
+        copier = _Copier(data, target, report)
+        copier.copy(secret)
+        copier.add(fetched)
+    else:
+        copier = _Copier(data, target, report)
+        copier.copy([*files_in(folders, data), *blobs, *secret])
+    if copier.missing and not source.is_held():
         raise StorageError("the server ended while its files were copied, and some are gone; run the backup again")
     manifest = Manifest(
         format=FORMAT,
@@ -141,18 +164,42 @@ def _write(data: Path, url: URL, target: Path, report: Report, is_held: Callable
     return manifest
 
 
-def named_files(database: Path, data: Path) -> list[str]:
-    """Return the files that database rows refer to, relative to the data directory; folders are expanded."""
+def named_objects(database: Path) -> tuple[list[str], list[str]]:
+    """Return the directories and the blobs that database rows refer to, relative to the data directory."""
     with closing(sqlite3.connect(database)) as c:
         folders = [f"weights/{name}" for (name,) in c.execute("SELECT name FROM weights")]
         query = "SELECT snapshot_name FROM runs UNION SELECT newest_name FROM runs"
         folders += [f"snapshots/{name}" for (name,) in c.execute(query) if name is not None]
         blobs = [f"blobs/{name}" for (name,) in c.execute("SELECT file FROM blobs WHERE file IS NOT NULL")]
+    return folders, blobs
+
+
+def files_in(folders: list[str], data: Path) -> list[str]:
+    """Return the files of these folders; a folder without any stands for itself."""
     found = []
     for folder in folders:
         inside = sorted(path for path in (data / folder).rglob("*") if path.is_file())
         found += [str(path.relative_to(data)) for path in inside] or [folder]
-    return found + blobs
+    return found
+
+
+async def fetch_objects(
+    url: str, directory: DataDirectory, names: list[str], target: Path, report: Report
+) -> list[str]:
+    """Copy objects of an object store into ``target``, verified. Return what is wrong with those that are damaged."""
+    objects = await open_objects(url, directory)
+    faults = []
+    for number, name in enumerate(names):
+        report(f"{number} of {len(names)} objects", number / max(len(names), 1))
+        make_private_folder((target / name).parent)
+        try:
+            if name.startswith(DIRECTORIES):
+                await objects.fetch(name, target / name)
+            else:
+                write_file(target / name, await objects.get(name), sync=True)
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
 
 
 class _Copier:
@@ -180,6 +227,14 @@ class _Copier:
                 if not is_whole(self._target / place / folder):
                     self.faults.append(f"{place}/{folder} is damaged: it is not what its lorimer.json says")
 
+    def add(self, faults: list[str]) -> None:
+        """Describe what was fetched from an object store."""
+        for path in sorted(path for place in PLACES for path in (self._target / place).rglob("*") if path.is_file()):
+            name = str(path.relative_to(self._target))
+            self.files[name] = described(path)
+            self._check_blob(name, self.files[name].size)
+        self.faults += faults
+
     def _size(self, name: str) -> int:
         try:
             return (self._data / name).stat().st_size
@@ -196,7 +251,10 @@ class _Copier:
             self.missing += 1
             self.faults.append(f"{name} is missing")
             return
-        if name.startswith("blobs/") and not is_whole_blob(target, found.size):
+        self._check_blob(name, found.size)
+
+    def _check_blob(self, name: str, size: int) -> None:
+        if name.startswith("blobs/") and not is_whole_blob(self._target / name, size):
             self.faults.append(f"{name} is damaged: it has another length or checksum than its name says")
 
 
@@ -234,11 +292,12 @@ def described(path: Path) -> File:
 def is_whole_blob(path: Path, size: int) -> bool:
     """Return whether a blob matches the size and checksum in its name; see `store/blobs.py`."""
     _, expected, checksum = path.name.split("-")
-    crc = 0
+    crc, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
-    return size == int(expected) and crc == int(checksum, 16)
+            digest.update(block)
+    return size == int(expected) and checksum in (f"{crc:08x}", digest.hexdigest())
 
 
 def read_manifest(source: Path) -> Manifest:

@@ -28,6 +28,7 @@ from lorimer.server.signing import Signer
 from lorimer.store import sessions
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.scratch import Scratch
 from lorimer.store.users import ApiKey, User
 from lorimer.types import UserQuotas
 from lorimer.types.compatibility import SdkVersion
@@ -40,6 +41,7 @@ class Context:
     settings: Settings
     store: Store
     directory: DataDirectory
+    scratch: Scratch
     scheduler: Scheduler
     credentials: Credentials
     metrics: Metrics

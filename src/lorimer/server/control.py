@@ -70,7 +70,7 @@ class DescribeServer(msgspec.Struct, frozen=True, tag="describe"):
 
 
 class HoldFiles(msgspec.Struct, frozen=True, tag="hold"):
-    """Defer file deletion until this connection closes, and ask for the URL of the database."""
+    """Defer file deletion until this connection closes, and ask for the URLs of the database and the object store."""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -100,6 +100,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The URL the server listens on; empty if the server is embedded in a program."""
     database: str = ""
     """The URL of the server's database, including its password; empty for the file in the data directory."""
+    objects: str = ""
+    """The URL of the server's object store; empty if objects are in the data directory."""
     error: str = ""
 
 
@@ -195,7 +197,9 @@ class Control:
         directory.hold_files()
         logger.info("a backup started: file deletion is deferred until it ends")
         try:
-            writer.write(msgspec.json.encode(Reply(database=self._context.settings.database)) + b"\n")
+            settings = self._context.settings
+            reply = Reply(database=settings.database, objects=settings.objects)
+            writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
             while await reader.read(1024):
                 pass

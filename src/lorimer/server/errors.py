@@ -34,6 +34,7 @@ STATUS: dict[type[errors.LorimerError], tuple[int, str]] = {
     errors.Busy: (429, "busy"),
     errors.StorageError: (503, "storage_error"),
     errors.DiskFull: (507, "disk_full"),
+    errors.NameTaken: (503, "storage_error"),
     errors.ModelRefused: (400, "model_refused"),
     errors.ModelNotFound: (404, "model_not_found"),
     errors.CheckpointError: (400, "checkpoint_error"),

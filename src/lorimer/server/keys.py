@@ -1,12 +1,14 @@
 """``lorimer key`` without HTTP: asks the server running on the data directory, or opens the database itself."""
 
 import asyncio
+from contextlib import ExitStack
 
 from lorimer.server.control import KeyCommand, Reply, ask_server, run_command
 from lorimer.server.credentials import Credentials
 from lorimer.server.roles import open_store
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
+from lorimer.store.directory import DataDirectory
 
 
 def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
@@ -17,10 +19,12 @@ def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
 
 async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
     # The API replicas and workers of a PostgreSQL database share it; a server alone has the control socket.
-    directory, store = open_store(settings, is_shared=settings.database.startswith("postgresql"))
-    try:
+    is_shared = settings.database.startswith("postgresql")
+    with ExitStack() as stack:
+        directory = DataDirectory(settings.data)
+        directory.lock(is_shared=is_shared)
+        stack.callback(directory.unlock)
+        store = open_store(settings, directory, is_shared=is_shared)
+        stack.callback(store.close)
         credentials = Credentials(store, Signer(directory.secret), allow_open=False)
         return await run_command(credentials, settings, command)
-    finally:
-        store.close()
-        directory.unlock()

@@ -2,18 +2,21 @@
 
 Verifies every byte while copying it into ``restoring/`` below the data directory, before anything else changes. Then
 moves the parts into place and removes ``restoring/``. A server refuses to start while ``restoring/`` exists, so a
-restore that was killed must be repeated. ``replace`` moves existing files to ``replaced-<time>/`` and keeps them.
+restore that was killed must be repeated. ``replace`` moves existing files to ``replaced-<time>/`` and keeps them. With
+an object store, everything that rows name is uploaded to it before the database is in place; nothing there is replaced.
 """
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlalchemy import URL
 
-from lorimer.errors import CheckpointError, DiskFull, InvalidInput
+from lorimer.errors import CheckpointError, DiskFull, InvalidInput, NameTaken
 from lorimer.server.backup import (
     DATABASE,
     PLACES,
@@ -27,6 +30,7 @@ from lorimer.server.backup import (
 from lorimer.server.settings import Settings
 from lorimer.store.connections import database_url
 from lorimer.store.directory import RESTORING, DataDirectory, free_bytes, storage_error, sync_directory
+from lorimer.store.objects import DIRECTORIES, open_objects
 from lorimer.store.transfer import has_rows, import_database, migrate_file
 
 REPLACED = "replaced-"
@@ -47,7 +51,7 @@ def restore(settings: Settings, source: Path, report: Report, *, replace: bool) 
     url = database_url(settings.database or None, directory.path)
     try:
         directory.lock(is_restore=True)
-        return manifest, _restore(directory, url, source, manifest, report, replace)
+        return manifest, _restore(directory, url, source, manifest, report, replace, settings.objects)
     except OSError as error:
         raise storage_error(error, Path(error.filename or directory.path), "be written") from error
     finally:
@@ -62,7 +66,7 @@ def _check_name(name: str) -> None:
 
 
 def _restore(
-    directory: DataDirectory, url: URL, source: Path, manifest: Manifest, report: Report, replace: bool
+    directory: DataDirectory, url: URL, source: Path, manifest: Manifest, report: Report, replace: bool, objects: str
 ) -> Path | None:
     staging = directory.path / RESTORING
     is_repeated = staging.exists()  # an earlier restore was interrupted
@@ -73,6 +77,8 @@ def _restore(
     os.rename(staging.with_name(f"{RESTORING}.new"), staging)
     sync_directory(directory.path)
     migrate_file(staging / DATABASE)
+    if objects:
+        asyncio.run(_upload(objects, directory, staging, report))
     if url.drivername != "sqlite":
         import_database(staging / DATABASE, url, report, replace=replace)
         (staging / DATABASE).unlink()
@@ -81,6 +87,20 @@ def _restore(
     shutil.rmtree(staging)
     sync_directory(directory.path)
     return aside
+
+
+async def _upload(url: str, directory: DataDirectory, staging: Path, report: Report) -> None:
+    """Store the restored weights, snapshots and blobs as objects. Objects that exist already have the same content."""
+    objects = await open_objects(url, directory)
+    found = [path for place in PLACES for path in sorted((staging / place).glob("*"))]
+    for number, path in enumerate(found):
+        report(f"{number} of {len(found)} objects", number / max(len(found), 1))
+        name = str(path.relative_to(staging))
+        with suppress(NameTaken, CheckpointError):  # stored already; or torn, as the backup's manifest says
+            if name.startswith(DIRECTORIES):
+                await objects.upload(name, path)
+            else:
+                await objects.put(name, path.read_bytes())
 
 
 def _require_empty(data: Path, url: URL) -> None:

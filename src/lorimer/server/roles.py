@@ -11,32 +11,34 @@ from lorimer.server.settings import Settings
 from lorimer.store import owners
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.scratch import Scratch
 
 MAX_CLOCK_SECONDS = 5.0
 """How far the clocks of this machine and of the database may be apart: they date tokens, links and what expires."""
 MIN_SECRET_BYTES = 32
 
 
-def open_store(settings: Settings, *, is_shared: bool = False) -> tuple[DataDirectory, Store]:
-    """Lock the data directory and open its database, or the configured one.
+def shares_directory(settings: Settings) -> bool:
+    """Return whether other processes use the data directory too: weights and payloads are not in an object store."""
+    return settings.role != "all" and not settings.objects
 
-    Several processes of one installation share both. Raise ``InUse`` if another server holds either.
+
+def open_store(
+    settings: Settings, directory: DataDirectory, scratch: Scratch | None = None, *, is_shared: bool = False
+) -> Store:
+    """Open the database of the locked data directory, or the configured one.
+
+    Several processes of one installation share it. Raise ``InUse`` if a server of another holds it.
     """
-    is_shared = is_shared or settings.role != "all"
-    directory = DataDirectory(settings.data)
-    store: Store | None = None
+    store = Store.open(settings.database or None, directory, durability=settings.durability, scratch=scratch)
     try:
-        directory.lock(is_shared=is_shared)
-        store = Store.open(settings.database or None, directory, durability=settings.durability)
-        store.lock(is_shared=is_shared)
+        store.lock(is_shared=is_shared or settings.role != "all")
         if settings.role != "all":
             agree(settings, directory, store)
     except BaseException:
-        if store is not None:
-            store.close()
-        directory.unlock()
+        store.close()
         raise
-    return directory, store
+    return store
 
 
 def secret_of(settings: Settings, directory: DataDirectory) -> bytes:
@@ -59,10 +61,7 @@ def secret_of(settings: Settings, directory: DataDirectory) -> bytes:
 def agree(settings: Settings, directory: DataDirectory, store: Store) -> None:
     """Refuse a process whose secret differs from that of the others, or whose clock differs from the database's."""
     fingerprint = hashlib.sha256(b"lorimer secret" + secret_of(settings, directory)).hexdigest()
-    refusal = (
-        "the secret differs from that of the other processes on this database; set secret_file to the same file,"
-        " or data to the same directory"
-    )
+    refusal = "the secret differs from that of the other processes on this database; set secret_file to the same file"
     store.write_now(owners.agree, "secret", fingerprint, refusal)
     apart = clock_seconds(lambda: store.read_now(owners.clock))
     if apart > MAX_CLOCK_SECONDS:

@@ -15,6 +15,7 @@ import msgspec
 
 from lorimer.engine.config import Device, Dtype, EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.store.objects import check_url
 from lorimer.types.settings import Setting
 
 Durability = Literal["process", "power"]
@@ -23,6 +24,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Role = Literal["all", "api", "worker"]
 StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
+Downloads = Literal["signed", "streamed"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
@@ -78,6 +80,21 @@ class Settings(SchedulerLimits):
         default_factory=default_data_directory
     )
     database: Annotated[str, Setting("URL of a PostgreSQL database; empty takes SQLite in the data directory.")] = ""
+    objects: Annotated[
+        str,
+        Setting(
+            "Where weights, snapshots and large payloads are stored: s3://BUCKET/PREFIX, or file:///DIRECTORY; empty"
+            " takes the data directory. Endpoint and credentials come from the AWS variables."
+        ),
+    ] = ""
+    scratch_bytes: Annotated[
+        int,
+        Setting("Most bytes of local copies in the data directory of what an object store has; the oldest go.", MIB),
+    ] = 64 * 1024 * MIB
+    downloads: Annotated[
+        Downloads,
+        Setting("Whether clients get signed URLs of the object store, if it has them, or download from the server."),
+    ] = "signed"
     start_engines: Annotated[
         StartEngines,
         Setting("When base models are loaded: eager at start, lazy on first use; auto is eager for one model."),
@@ -281,6 +298,7 @@ class Settings(SchedulerLimits):
                 f"role is {self.role!r}, which needs a PostgreSQL database: several processes cannot share a SQLite"
                 " file; set database to postgresql://user@host/name, or leave the role at 'all'"
             )
+        check_url(self.objects)
         if not self.host:
             raise ValueError("host is empty; an address such as '127.0.0.1' is accepted")
         self.engine_configs()

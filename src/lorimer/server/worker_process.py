@@ -14,9 +14,12 @@ from lorimer.scheduler.leases import LeaseConfig, Leases
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.usage_buffer import UsageBuffer
-from lorimer.server.roles import node_name, open_store, secret_of
+from lorimer.server.roles import node_name, open_store, secret_of, shares_directory
 from lorimer.server.serve import SWITCH_SECONDS, install_signal_handlers
 from lorimer.server.settings import Settings
+from lorimer.store.directory import DataDirectory
+from lorimer.store.objects import open_objects
+from lorimer.store.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +45,18 @@ async def work(settings: Settings, announce: Announce) -> None:
     stop = asyncio.Event()
     install_signal_handlers(stop)
     async with AsyncExitStack() as stack:
-        directory, store = await asyncio.to_thread(open_store, settings)
+        directory = DataDirectory(settings.data)
+        directory.lock(is_shared=shares_directory(settings))
         stack.callback(directory.unlock)
+        scratch = Scratch(await open_objects(settings.objects, directory), directory, max_bytes=settings.scratch_bytes)
+        stack.callback(scratch.remover.close)
+        store = await asyncio.to_thread(open_store, settings, directory, scratch)
         stack.callback(store.close)
         results = Results(FinishedSamples(store), 0)
         usage = UsageBuffer(store)
-        owner = Owner(store, directory, settings.scheduler_limits(), results, usage)
+        scratch.reads = lambda: {one.reads for one in results.open.values() if one.reads is not None}
+        scratch.adopt()
+        owner = Owner(store, scratch, settings.scheduler_limits(), results, usage)
         door = Door(owner.drivers, door_token(secret_of(settings, directory)))
         address = await door.start(settings.worker_host, settings.worker_port)
         stack.push_async_callback(door.stop)

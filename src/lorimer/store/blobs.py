@@ -1,15 +1,17 @@
-"""Stores the bytes of a row: up to 256 KiB in the database, larger blobs in files below `blobs/`.
+"""Stores the bytes of a row: up to 256 KiB in the database, larger blobs in files below `blobs/`, or in objects.
 
 A file is complete before the transaction that names it commits, and is deleted after the transaction that drops its
 name has committed. Files of a transaction that rolled back are deleted immediately, those of a crashed one at the next
-start. The file name contains the length and CRC-32, so a torn file is detected.
+start. The file name contains the length and CRC-32, so a torn file is detected; objects have a SHA-256 instead
+(`blob_objects.py`).
 """
 
+import hashlib
 import secrets
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, Protocol
 
 from sqlalchemy import Connection, bindparam, delete, insert, select
 
@@ -25,6 +27,19 @@ _PUT = Statement(lambda _: insert(blobs))
 _GET = select(blobs.c.data, blobs.c.file).where(blobs.c.owner == bindparam("owner_id"), blobs.c.part == bindparam("of"))
 
 
+class LargeBlobs(Protocol):
+    """Where large blobs are, and what the writer's open transaction has created and dropped of them."""
+
+    def write(self, data: bytes) -> str: ...
+    def read(self, name: str, owner: str) -> bytes: ...
+    def expect(self, names: list[str]) -> None: ...
+    def drop(self, name: str) -> None: ...
+    def mark(self) -> tuple[int, int]: ...
+    def roll_back(self, mark: tuple[int, int] = (0, 0)) -> None: ...
+    def committed(self) -> None: ...
+    def forget(self) -> None: ...
+
+
 class BlobFiles:
     """Tracks the files that the writer's open transaction has created and dropped."""
 
@@ -36,7 +51,7 @@ class BlobFiles:
         self._dropped: list[str] = []
 
     def write(self, data: bytes) -> str:
-        name = f"{secrets.token_hex(16)}-{len(data)}-{zlib.crc32(data):08x}"
+        name = blob_name(data, f"{zlib.crc32(data):08x}")
         path = self.directory / name
         try:
             write_file(path, data, sync=self.sync)
@@ -54,13 +69,11 @@ class BlobFiles:
             raise
         except OSError as error:
             raise storage_error(error, path, "be read") from error
-        _, size, checksum = name.split("-")
-        if len(data) != int(size) or zlib.crc32(data) != int(checksum, 16):
-            raise CheckpointError(
-                f"the stored bytes of {owner!r} are damaged: 'blobs/{name}' has {len(data)} of {size} bytes"
-                " or another checksum"
-            )
+        check_blob(name, data, owner)
         return data
+
+    def expect(self, names: list[str]) -> None:
+        """Prepare to read these blobs; files need no preparation."""
 
     def drop(self, name: str) -> None:
         self._dropped.append(name)
@@ -90,6 +103,22 @@ class BlobFiles:
                 self._root.remove(self.directory / name)
 
 
+def blob_name(data: bytes, checksum: str) -> str:
+    return f"{secrets.token_hex(16)}-{len(data)}-{checksum}"
+
+
+def check_blob(name: str, data: bytes, owner: str) -> None:
+    """Raise ``CheckpointError`` if the length or checksum of a blob is not the one in its name."""
+    _, size, checksum = name.split("-")
+    is_sha256 = len(checksum) == 64
+    found = hashlib.sha256(data).hexdigest() if is_sha256 else f"{zlib.crc32(data):08x}"
+    if len(data) != int(size) or found != checksum:
+        raise CheckpointError(
+            f"the stored bytes of {owner!r} are damaged: 'blobs/{name}' has {len(data)} of {size} bytes"
+            " or another checksum"
+        )
+
+
 def put(c: Connection, owner: str, part: Part, data: bytes) -> None:
     """Store the bytes of a part that has none yet."""
     small = len(data) <= INLINE_BYTES
@@ -117,6 +146,17 @@ def get(c: Connection, owner: str, part: Part) -> bytes | None:
     return None
 
 
+def expect(c: Connection, owners: Iterable[str], part: Part) -> None:
+    """Announce that these parts are read next, so that those in an object store are fetched together."""
+    files = _files(c)
+    if isinstance(files, BlobFiles):
+        return
+    chosen = select(blobs.c.file).where(
+        blobs.c.owner.in_(list(owners)), blobs.c.part == part, blobs.c.file.is_not(None)
+    )
+    files.expect([name for name in c.execute(chosen).scalars() if name is not None])
+
+
 def drop(c: Connection, owners: Iterable[str], *parts: Part) -> int:
     """Delete these parts of the owners, or all parts if none is named. Return how many were deleted."""
     ids = list(owners)
@@ -132,6 +172,6 @@ def drop(c: Connection, owners: Iterable[str], *parts: Part) -> int:
     return len(names)
 
 
-def _files(c: Connection) -> BlobFiles:
-    files: BlobFiles = c.get_execution_options()["blob_files"]
+def _files(c: Connection) -> LargeBlobs:
+    files: LargeBlobs = c.get_execution_options()["blob_files"]
     return files

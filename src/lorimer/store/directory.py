@@ -143,6 +143,10 @@ class DataDirectory:
             with suppress(StorageError):  # the sweep at the next start deletes it
                 self._remove(target)
 
+    @property
+    def is_held(self) -> bool:
+        return self._num_holds > 0
+
     def _remove(self, target: Path) -> None:
         try:
             if target.is_dir() and not target.is_symlink():

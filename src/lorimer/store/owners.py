@@ -141,12 +141,6 @@ def remove(c: Connection, names: Collection[str]) -> None:
     c.execute(delete(replicas).where(replicas.c.name.in_(list(names)), replicas.c.owner_id.is_(None)))
 
 
-def is_leader(c: Connection, owner_id: str) -> bool:
-    """Return whether this owner does what one of them must do: it has the lowest id of those with a lease."""
-    query = text("SELECT min(owner_id) FROM owners WHERE until > clock_timestamp()")
-    return bool(c.execute(query).scalar_one() == owner_id)
-
-
 def agree(c: Connection, name: str, value: str, refusal: str) -> None:
     """Record a value that all processes must share. Raise `InvalidInput` if another process has another."""
     c.execute(insert(c, cluster).values(name=name, value=value).on_conflict_do_nothing())

@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0006"
+SCHEMA_VERSION = "0007"
 """The newest revision in `migrations/versions`."""
 
 
@@ -393,6 +393,14 @@ idempotency = Table(
     _id("key"),
     Column("value", Json, nullable=False),
     Column("created_at", UtcDateTime, nullable=False, index=True),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    _id("name"),
+    _text("holder"),
+    Column("until", Double, nullable=False),
 )
 
 

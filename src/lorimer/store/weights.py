@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from sqlalchemy import Connection, delete, exists, or_, select
 
+from lorimer.store.runs import Run
 from lorimer.store.tables import checkpoints, insert, samplers, weights
 from lorimer.store.values import new_id, record, record_or_none, utc_now
 
@@ -65,6 +66,23 @@ def add_weights(
     }
     c.execute(insert(c, weights).values(values).on_conflict_do_nothing())
     return record(Weights, c.execute(select(weights).where(weights.c.name == name)).one())
+
+
+def add_directory(c: Connection, run: Run, name: str, files: dict[str, WeightsFile], *, has_optimizer: bool) -> Weights:
+    """Record a complete directory with the weights of a run."""
+    return add_weights(
+        c,
+        name=name,
+        base_model=run.base_model,
+        rank=run.rank,
+        train_attn=run.train_attn,
+        train_mlp=run.train_mlp,
+        train_unembed=run.train_unembed,
+        optimizer_type=run.optimizer_type,
+        has_optimizer=has_optimizer,
+        size_bytes=sum(file["size"] for file in files.values()),
+        files=files,
+    )
 
 
 def get_weights(c: Connection, weights_id: str) -> Weights | None:

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from lorimer.errors import StorageError
-from lorimer.store.blobs import BlobFiles
+from lorimer.store.blobs import LargeBlobs
 from lorimer.store.connections import (
     disconnect,
     is_failing_database,
@@ -41,7 +41,7 @@ class CommitUnknown(Exception):
 class Writer:
     """The writer thread and its connection. ``submit`` is thread-safe."""
 
-    def __init__(self, engine: Engine, files: BlobFiles, directory: Path, retry_seconds: float) -> None:
+    def __init__(self, engine: Engine, files: LargeBlobs, directory: Path, retry_seconds: float) -> None:
         self._engine = engine
         self._files = files
         self._directory = directory

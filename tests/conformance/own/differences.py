@@ -17,4 +17,4 @@ DIFFERENCES = {
     "test_rest_client_of_a_service_client": "create_rest_client is not deprecated in our SDK",
     "test_log_says_why_a_run_waits": "our SDK says it in words of its own; tests/client has them",
 }
-"""Tests that are skipped, by name."""
+"""Tests that are not run a second time, by name."""

@@ -16,7 +16,7 @@ from tests.conformance.samples import MODEL, RANK, TWIN, batch, current_logprobs
 from tests.conformance.servers import create_key
 from tests.conformance.users import User
 from tests.faults.supervisor import Supervisor, eventually
-from tests.store.postgres import PostgresServer, find_binaries, running
+from tests.store.postgres import PostgresServer, running
 
 DATA = batch()
 FROM_SERVICE = (
@@ -40,10 +40,7 @@ learned, path = test_rest.learned, test_rest.path
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    binaries = find_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
-    with running(binaries) as server:
+    with running() as server:
         yield server
 
 

@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lorimer.cookbook.logs import read_metrics
 from tests.conformance.servers import ROOT, environment
 from tests.test_docs import fenced
 
 
+@pytest.mark.service
 def test_guide_runs(base_url, tmp_path: Path):
     script = tmp_path / "guide.py"
     script.write_text("\n".join(fenced((ROOT / "docs" / "rl.md").read_text("utf-8"), "python")))

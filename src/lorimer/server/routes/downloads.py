@@ -1,11 +1,12 @@
 """Issues signed download URLs and serves the files behind them.
 
 A URL needs no key; its signature and expiry are checked first. The URL of a checkpoint contains the checkpoint's random
-key, so it stops working when the checkpoint is deleted, even if another takes its name.
+key, so it stops working when the checkpoint is deleted, even if another takes its name. Files of an object store that
+signs URLs are downloaded from there; archives and encrypted files are made here, of a local copy.
 """
 
 import asyncio
-from datetime import datetime
+from datetime import datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from starlette.responses import FileResponse, RedirectResponse, Response, Stream
 
 from lorimer import types
 from lorimer.errors import CheckpointError, Gone, InvalidInput, NotFound
-from lorimer.scheduler.manifests import verify
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import JSON, Endpoint
 from lorimer.server.routes.addresses import signed_address
@@ -29,6 +29,7 @@ from lorimer.server.signing import DOWNLOADS
 from lorimer.server.tracing import trace
 from lorimer.store import audit, checkpoints, futures, sessions
 from lorimer.store.checkpoints import Checkpoint
+from lorimer.store.manifests import verify
 from lorimer.types.paths import KINDS, SEGMENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -45,10 +46,12 @@ async def external_weights_urls(request: Request) -> Response:
     checkpoint = await named_checkpoint(request, to_read=True)
     if checkpoint.kind != "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is no export; paths with /external_weights/ are")
-    await check_files(request, checkpoint)
     suffix = SUFFIX if recipients_of(checkpoint) else ""
     names = [name + suffix for name in adapter_files(checkpoint)]
-    signed = {name: address_of(request, "files", checkpoint, f"/{name}") for name in names}
+    signed = await stored_addresses(request, checkpoint, names)
+    if signed is None:
+        await check_files(request, checkpoint)
+        signed = {name: address_of(request, "files", checkpoint, f"/{name}") for name in names}
     await record_download(request, checkpoint)
     return reply(
         types.ExternalWeightsUrlsResponse(
@@ -69,6 +72,30 @@ async def archive(request: Request) -> Response:
     return RedirectResponse(url, 302, {"expires": format_datetime(expires, usegmt=True)})
 
 
+async def stored_addresses(
+    request: Request, checkpoint: Checkpoint, names: list[str]
+) -> dict[str, tuple[str, datetime]] | None:
+    """Return URLs of the object store, if it signs URLs and has the files as they are sent.
+
+    The store's files are not read for that, so only their sizes are checked.
+    """
+    context = context_of(request)
+    if context.settings.downloads != "signed" or recipients_of(checkpoint):
+        return None
+    objects, place, seconds = (
+        context.scratch.objects,
+        f"weights/{checkpoint.weights.name}",
+        context.settings.download_seconds,
+    )
+    expires = context.now() + timedelta(seconds=seconds)
+    urls = {name: await objects.sign(f"{place}/{name}", seconds) for name in names}
+    if None in urls.values():
+        return None
+    if not await objects.has_all(place):
+        raise CheckpointError(f"files of the checkpoint {checkpoint.name!r} are missing or torn in the object store")
+    return {name: (url, expires) for name, url in urls.items() if url is not None}
+
+
 def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -> tuple[str, datetime]:
     place = (checkpoint.model_id, SEGMENTS[checkpoint.kind], checkpoint.name, checkpoint.checkpoint_key)
     return signed_address(request, f"{what}/{'/'.join(place)}{rest}")
@@ -81,10 +108,17 @@ def adapter_files(checkpoint: Checkpoint) -> list[str]:
 
 async def check_files(request: Request, checkpoint: Checkpoint) -> None:
     """Verify the checksums of the files to download. Raise if one was damaged since it was saved."""
-    directory = context_of(request).directory.weights / checkpoint.weights.name
+    directory = await local_directory(request, checkpoint)
     await asyncio.to_thread(
         verify, directory, {name: checkpoint.weights.files[name] for name in adapter_files(checkpoint)}
     )
+
+
+async def local_directory(request: Request, checkpoint: Checkpoint) -> Path:
+    """Return the directory of a checkpoint's files, fetched from the object store if it is not here."""
+    scratch, name = context_of(request).scratch, checkpoint.weights.name
+    await scratch.bring("weights", name)
+    return scratch.path("weights", name)
 
 
 async def record_download(request: Request, checkpoint: Checkpoint) -> None:
@@ -105,21 +139,20 @@ async def download_file(request: Request) -> Response:
     checkpoint = await signed_checkpoint(request)
     name, recipients = request.path_params["file"], recipients_of(checkpoint)
     plain_name = name.removesuffix(SUFFIX) if recipients else name
-    directory = context_of(request).directory
-    path = directory.weights / checkpoint.weights.name / plain_name
     if plain_name not in adapter_files(checkpoint):
         raise NotFound(f"the checkpoint has no file {quote_id(name)}")
+    path = await local_directory(request, checkpoint) / plain_name
     check_presence(path, checkpoint)
     if not recipients:
         return FileResponse(path, media_type=BYTES, filename=name)
-    file, size = await asyncio.to_thread(encrypted, path, recipients, directory.path)
+    file, size = await asyncio.to_thread(encrypted, path, recipients, context_of(request).directory.path)
     return StreamingResponse(parts_bytes([Part(file, size)]), headers=file_headers(name, size), media_type=BYTES)
 
 
 async def download_archive(request: Request) -> Response:
     """Send the files of an adapter as a tar archive."""
     checkpoint = await signed_checkpoint(request)
-    directory = context_of(request).directory.weights / checkpoint.weights.name
+    directory = await local_directory(request, checkpoint)
     for name in adapter_files(checkpoint):
         check_presence(directory / name, checkpoint)
     parts = await asyncio.to_thread(archive_parts, directory, adapter_files(checkpoint))

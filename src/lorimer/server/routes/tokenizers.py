@@ -1,7 +1,6 @@
 """Serves the tokenizer files of a base model, for clients without the model's directory or access to the hub."""
 
 import asyncio
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,9 @@ from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import quote_id
 from lorimer.server.routes.replies import reply
+from lorimer.store.tokenizers import FILES, describe_files
 
 BYTES = "application/octet-stream"
-FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-"""The files that ``transformers`` loads a tokenizer or an image processor from; no other file is served."""
 LISTING: dict[str, Any] = {
     "type": "object",
     "required": ["files"],
@@ -60,13 +42,6 @@ async def list_tokenizer_files(request: Request) -> Response:
     """List the tokenizer's files with sizes and digests."""
     directory = await directory_of(request)
     return reply({"files": await asyncio.to_thread(describe_files, directory)})
-
-
-def describe_files(directory: Path) -> dict[str, dict[str, object]]:
-    found = {name: (directory / name).read_bytes() for name in FILES if (directory / name).is_file()}
-    return {
-        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in found.items()
-    }
 
 
 async def get_tokenizer_file(request: Request) -> Response:
