@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from lorimer.store import Store, moves, owners, runs, sessions, users
 from tests.conformance.servers import running_server
 from tests.console.conftest import MODEL
-from tests.store.postgres import find_binaries, running
+from tests.store.postgres import running
 
 OTHER = "test/other"
 OWNER = "0123456789abcdef" * 2
@@ -42,12 +42,9 @@ def test_one_process_computes_its_replica_itself(server, open_page, trainer):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[tuple[str, str]]:
     """An API replica with two base models, one without an owner, and a run that moved; its URL and the run."""
-    binaries = find_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
     folder = tmp_path_factory.mktemp("cluster")
     models = [MODEL, f"{OTHER}=lorimer/debug"]
-    with running(binaries) as postgres:
+    with running() as postgres:
         settings = {"role": "api", "database": postgres.url()}
         with running_server(folder / "data", models, **settings) as api:
             store = Store.open(postgres.url(), folder / "own")

@@ -1,4 +1,4 @@
-"""What ``lorimer doctor`` asks of a server to come: data directory, lock, database, clock, port and the hub."""
+"""What ``lorimer doctor`` asks of a server to come: data directory, lock, database, objects, port and the hub."""
 
 import contextlib
 import os
@@ -152,6 +152,22 @@ def check_clock(settings: "Settings") -> list[Finding]:
         advice = "synchronise them (NTP): `lorimer serve --role api` and `lorimer worker` refuse to start"
         return [failed("clock", text, advice)]
     return [ok("clock", f"within {max(apart, 0.1):.1f} s of the database's")]
+
+
+def check_objects(settings: "Settings") -> list[Finding]:
+    """Can the object store be written, read and listed, and does it let one of several creators of a name win?"""
+    from lorimer.errors import StorageError
+    from lorimer.server import roles
+
+    try:
+        roles.check_objects(settings.objects)
+    except ImportError as error:
+        advice = "pip install 'lorimer[s3]'"
+        return [failed("object store", f"{settings.objects} needs a package that is not installed: {error}", advice)]
+    except StorageError as error:
+        advice = "correct `objects`, the AWS variables, or the rights of that user"
+        return [failed("object store", str(error), advice)]
+    return [ok("object store", f"{settings.objects} can be written, read and listed")]
 
 
 @contextlib.contextmanager

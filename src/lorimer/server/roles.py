@@ -1,5 +1,6 @@
 """What differs between the processes of one installation: how they open the store, and what they must agree on."""
 
+import asyncio
 import hashlib
 import os
 import time
@@ -16,6 +17,8 @@ from lorimer.store.scratch import Scratch
 MAX_CLOCK_SECONDS = 5.0
 """How far the clocks of this machine and of the database may be apart: they date tokens, links and what expires."""
 MIN_SECRET_BYTES = 32
+OBJECTS_SECONDS = 5.0
+"""The longest time of one request when an object store is only checked."""
 
 
 def shares_directory(settings: Settings) -> bool:
@@ -69,6 +72,13 @@ def agree(settings: Settings, directory: DataDirectory, store: Store) -> None:
             f"the clock of this machine and that of the database are {apart:.0f} s apart; at most"
             f" {MAX_CLOCK_SECONDS:g} s are accepted: synchronise them (NTP)"
         )
+
+
+def check_objects(url: str) -> None:
+    """Write, read, list and delete in an object store. Raise ``StorageError`` if one of them fails."""
+    from lorimer.store.object_store import open_stored_objects  # needs obstore
+
+    asyncio.run(open_stored_objects(url, request_seconds=OBJECTS_SECONDS))
 
 
 def clock_seconds(read: Callable[[], float]) -> float:

@@ -10,7 +10,7 @@ import pytest
 from lorimer.server.app import create_app
 from lorimer.server.settings import ModelSettings, Settings
 from lorimer.store import moves, owners
-from tests.store.postgres import find_binaries, running
+from tests.store.postgres import running
 
 from .conftest import MODEL
 
@@ -50,11 +50,9 @@ async def test_moves_are_shown_to_the_owner_of_the_run_only(ada, bob, server):
         await write(moves.place, run_id, PLACE)
 
 
+@pytest.mark.service
 async def test_an_api_replica_shows_owners_and_leases(tmp_path):
-    binaries = find_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
-    with running(binaries) as postgres:
+    with running() as postgres:
         settings = Settings(
             role="api",
             database=postgres.url(),
