@@ -294,6 +294,7 @@ CONCERNS = {
     "overview": "how a server is doing",
     "polling": "waiting for pending results",
     "progress": "shown on a terminal",
+    "replicas": "who computes a base model",
     "results": "of operations and samples",
     "retention": "what is deleted when",
     "runs": "adapters being trained",

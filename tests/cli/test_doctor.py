@@ -13,6 +13,14 @@ from lorimer.cli import machine_checks, service_checks
 from lorimer.cli.findings import Check, Status, ok, run_checks
 from lorimer.server.settings import Settings
 from tests.cli.commands import CommandLine, lorimer
+from tests.store.buckets import SECRET, variables
+from tests.store.postgres import running
+
+
+@pytest.fixture(scope="module")
+def postgres_url():
+    with running() as postgres:
+        yield postgres.url()
 
 
 def quiet(text, fraction):
@@ -131,6 +139,43 @@ def test_database_that_is_away():
     (finding,) = service_checks.check_database(Settings(database=url))
     assert finding.status == "failed"
     assert "secret" not in finding.text
+
+
+@pytest.mark.service
+@pytest.mark.parametrize(("apart", "status"), [(0, "ok"), (4, "ok"), (60, "failed"), (-60, "failed")])
+def test_clock_of_the_database(monkeypatch, postgres_url, apart, status):
+    clock = time.time
+    monkeypatch.setattr("lorimer.server.roles.time.time", lambda: clock() + apart)
+    (finding,) = service_checks.check_clock(Settings(database=postgres_url))
+    assert finding.status == status, finding
+    assert ("NTP" in finding.advice) == (status == "failed")
+    (database,) = service_checks.check_database(Settings(database=postgres_url))
+    assert (database.status, "is empty" in database.text) == ("ok", True)
+
+
+@pytest.mark.service
+def test_clock_is_asked_of_postgresql_only(without_torch, postgres_url, tmp_path):
+    for database, is_asked in ((postgres_url, True), ("postgresql://nobody@127.0.0.1:1/none", False), ("", False)):
+        run = lorimer("doctor", "--data", tmp_path, "-f", "json", LORIMER_DATABASE=database, LORIMER_PORT="0")
+        found = {finding["check"] for finding in json.loads(run.stdout)}
+        assert ("clock" in found, "database" in found) == (is_asked, True)
+
+
+def test_object_store(without_torch, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    for url, status in ((f"file://{tmp_path}/objects", "ok"), (f"file://{tmp_path}/file/objects", "failed")):
+        run = lorimer("doctor", "--data", tmp_path / "data", "-f", "json", LORIMER_OBJECTS=url, LORIMER_PORT="0")
+        found = {finding["check"]: finding for finding in json.loads(run.stdout)}
+        assert (found["object store"]["status"], url in found["object store"]["text"]) == (status, True), run.stdout
+    assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+
+
+def test_object_store_that_is_away(monkeypatch):
+    for name, value in variables("http://127.0.0.1:1").items():
+        monkeypatch.setenv(name, value)
+    (finding,) = service_checks.check_objects(Settings(objects="s3://bucket/prefix"))
+    assert finding.status == "failed"
+    assert SECRET not in finding.text
 
 
 @pytest.mark.parametrize(("free", "status"), [(1 << 20, "failed"), (1 << 30, "warning"), (1 << 40, "ok")])

@@ -8,11 +8,23 @@ from tests.cli.conftest import MODEL, RANK
 def test_list_as_table(alice, trained):
     shown = alice("run", "list")
     header, *rows = shown.splitlines()
-    assert header.split() == ["run", "base", "model", "rank", "last", "request", "last", "checkpoint", "state"]
+    assert header.split() == [
+        "run",
+        "base",
+        "model",
+        "rank",
+        "last",
+        "request",
+        "last",
+        "checkpoint",
+        "replica",
+        "state",
+    ]
     (row,) = [line for line in rows if trained.run_id in line]
     assert MODEL in row and f" {RANK} " in row and " ok" in row
     assert "weights/first" in row or "sampler_weights/final" in row  # they were saved side by side
     assert " ago" in row or "now" in row
+    assert " #0 " in row
 
 
 def test_ids_are_whole_in_a_narrow_terminal(alice, trained):
@@ -26,6 +38,7 @@ def test_list_as_json(alice, trained):
     assert found["total_count"] == len(found["runs"])
     run = next(one for one in found["runs"] if one["training_run_id"] == trained.run_id)
     assert (run["base_model"], run["lora_rank"], run["corrupted"]) == (MODEL, RANK, False)
+    assert run["replica"] == f"{MODEL}#0"
     assert run["last_checkpoint"]["tinker_path"] == trained.training
 
 

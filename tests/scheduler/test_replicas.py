@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample
+from lorimer.store import moves
 from tests.scheduler.service import MODEL, Service, service
 
 LEFT, RIGHT = f"{MODEL}#0", f"{MODEL}#1"
@@ -81,6 +82,8 @@ async def test_an_evicted_run_moves_to_the_replica_with_less_load(tmp_path):
             behind = await opened.train(user, left, 3)
             await opened.done(behind)
         assert (await opened.run(left.model_id)).replica == RIGHT
+        found = await opened.scheduler.store.read(moves.recent, user.user_id, session.created_at, 10)
+        assert [(move.model_id, move.from_replica, move.to_replica) for move in found] == [(left.model_id, LEFT, RIGHT)]
         assert json.loads(await opened.done(await opened.step(user, left, 4)))["metrics"]["optimizer_step"] == 2
 
 

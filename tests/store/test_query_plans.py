@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import event
 
-from lorimer.store import Store, checkpoints, futures, metrics, runs, samplers, sessions, usage, users
+from lorimer.store import Store, checkpoints, futures, metrics, moves, runs, samplers, sessions, usage, users
 from lorimer.store.tables import metadata
 from lorimer.store.values import utc_now
 from lorimer.types.sessions import SessionSearchRequest
@@ -23,6 +23,8 @@ QUESTIONS = {
     "errors": lambda c: futures.newest_errors(c, "u", 20),
     "metrics": lambda c: metrics.read(c, "r", metrics.Cursor(3)),
     "metrics of steps": lambda c: metrics.read(c, "r", metrics.Cursor(3), 10, metrics.Choice(steps=(5, 9))),
+    "moves": lambda c: moves.recent(c, "u", NOW, 20),
+    "place of a run": lambda c: moves.place(c, "r", "m#0"),
     "runs by model": lambda c: runs.count_by_model(c, "u"),
     "sessions": lambda c: sessions.list_sessions(c, "u", 20, 0),
     "search": lambda c: sessions.search_sessions(c, user_ids=["u"], request=SessionSearchRequest()),
@@ -74,7 +76,9 @@ def test_no_table_is_read_from_end_to_end(sqlite_store, question):
         assert scans == [], plan
 
 
-@pytest.mark.parametrize("question", ["sessions", "runs", "checkpoints of a user", "journal", "history", "errors"])
+@pytest.mark.parametrize(
+    "question", ["sessions", "runs", "checkpoints of a user", "journal", "history", "errors", "moves"]
+)
 def test_lists_are_read_in_order(sqlite_store, question):
     for plan in sqlite_store.write_now(explain, QUESTIONS[question]):
         assert not [step for step in plan if "TEMP B-TREE" in step], plan

@@ -15,10 +15,12 @@ from lorimer.cli.machine_checks import PROBE_SECONDS, check_packages, check_pyth
 from lorimer.cli.output import examples, print_json, stdout_console
 from lorimer.cli.progress import progress_bar
 from lorimer.cli.service_checks import (
+    check_clock,
     check_data_directory,
     check_database,
     check_hub,
     check_lock,
+    check_objects,
     check_port,
     check_sqlite,
 )
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 EPILOG = examples("lorimer doctor", "lorimer doctor --data /srv/lorimer -f json", "lorimer doctor --base-url URL")
 
-SERVER_SECONDS = 20.0
+SERVER_SECONDS = OBJECTS_SECONDS = 20.0
 COLOURS = {Status.ok: "green", Status.warning: "yellow", Status.failed: "red"}
 VARIABLES = ("BASE_URL", "API_KEY", "CREDENTIAL_CMD", "PROJECT_ID")
 PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
@@ -78,6 +80,10 @@ def checks(options: DataOptions, base_url: str | None, api_key: str | None) -> l
             Check("port", partial(check_port, settings)),
             Check("hub", check_hub, 15),
         ]
+        if settings.database.startswith("postgres"):
+            found.append(Check("clock", partial(check_clock, settings), 15))
+        if settings.objects:
+            found.append(Check("object store", partial(check_objects, settings), OBJECTS_SECONDS))
     return [*found, Check("server", partial(check_server, base_url, api_key, settings), SERVER_SECONDS)]
 
 

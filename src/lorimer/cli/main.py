@@ -9,7 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorimer.cli import backup, bench, chat, checkpoint, demo, doctor, export, key, model, plot, run, session, usage
+from lorimer.cli import (
+    backup,
+    bench,
+    chat,
+    checkpoint,
+    demo,
+    doctor,
+    export,
+    key,
+    model,
+    plot,
+    replica,
+    run,
+    session,
+    usage,
+)
 from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.connection import PROBE_SECONDS, find_server
 from lorimer.cli.failures import NoServer, sentence
@@ -183,6 +198,7 @@ def check_models(settings: "Settings") -> None:
 
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)
 app.add_typer(model.app, name="model", rich_help_panel=SERVICE)
+app.add_typer(replica.app, name="replica", rich_help_panel=SERVICE)
 app.command(rich_help_panel=SERVICE, epilog=backup.BACKUP_EPILOG)(backup.backup)
 app.command(rich_help_panel=SERVICE, epilog=backup.RESTORE_EPILOG)(backup.restore)
 app.command(rich_help_panel=SERVICE, epilog=doctor.EPILOG)(doctor.doctor)

@@ -32,6 +32,7 @@ RUN_COLUMNS: list[str | Column] = [
     "rank",
     "last request",
     "last checkpoint",
+    "replica",
     "state",
 ]
 CHECKPOINT_COLUMNS: list[str | Column] = [
@@ -114,6 +115,7 @@ def info(
             "base model": found.base_model,
             "rank": found.lora_rank,
             "owner": found.model_owner,
+            "replica": found.replica,
             "state": state(found),
             "last request": moment_text(found.last_request_time),
             "metadata": metadata_text(found.user_metadata),
@@ -163,7 +165,20 @@ def row(run: "TrainingRun") -> list[object]:
         filter(None, (run.last_checkpoint, run.last_sampler_checkpoint)), key=lambda one: one.time, default=None
     )
     saved = f"{newest.checkpoint_id} ({ago(newest.time)})" if newest else ""
-    return [run.training_run_id, run.base_model, run.lora_rank or "", ago(run.last_request_time), saved, state(run)]
+    return [
+        run.training_run_id,
+        run.base_model,
+        run.lora_rank or "",
+        ago(run.last_request_time),
+        saved,
+        replica_number(run),
+        state(run),
+    ]
+
+
+def replica_number(run: "TrainingRun") -> str:
+    """The replica without the base model, which has a column of its own."""
+    return (run.replica or "").removeprefix(run.base_model)
 
 
 def state(run: "TrainingRun") -> str:

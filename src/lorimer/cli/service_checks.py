@@ -1,4 +1,4 @@
-"""What ``lorimer doctor`` asks of a server to come: its settings, data directory, database, port and the hub."""
+"""What ``lorimer doctor`` asks of a server to come: data directory, lock, database, objects, port and the hub."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from lorimer.cli.findings import Finding, failed, ok, warning
 from lorimer.cli.output import size_text
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from lorimer.server.settings import Settings
 
 MIN_FREE, LITTLE_FREE = 200 << 20, 5 << 30
@@ -124,7 +127,52 @@ def revision_of_file(file: Path) -> object:
 
 
 def revision_of_url(url: str) -> object:
-    from sqlalchemy import create_engine, make_url, text
+    from sqlalchemy import text
+
+    with connected(url) as connection:
+        return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def check_clock(settings: "Settings") -> list[Finding]:
+    """How far is the clock of this machine from that of the PostgreSQL database?"""
+    from sqlalchemy import text as sql
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from lorimer.server.roles import MAX_CLOCK_SECONDS, clock_seconds
+
+    query = sql("SELECT extract(epoch FROM clock_timestamp())")
+    try:
+        with connected(settings.database) as connection:
+            connection.execute(query)  # the first one also begins a transaction
+            apart = clock_seconds(lambda: float(connection.execute(query).scalar_one()))
+    except (SQLAlchemyError, ImportError):
+        return []  # check_database says so
+    if apart > MAX_CLOCK_SECONDS:
+        text = f"this machine and the database are {apart:.1f} s apart; at most {MAX_CLOCK_SECONDS:g} s are accepted"
+        advice = "synchronise them (NTP): `lorimer serve --role api` and `lorimer worker` refuse to start"
+        return [failed("clock", text, advice)]
+    return [ok("clock", f"within {max(apart, 0.1):.1f} s of the database's")]
+
+
+def check_objects(settings: "Settings") -> list[Finding]:
+    """Can the object store be written, read and listed, and does it let one of several creators of a name win?"""
+    from lorimer.errors import StorageError
+    from lorimer.server import roles
+
+    try:
+        roles.check_objects(settings.objects)
+    except ImportError as error:
+        advice = "pip install 'lorimer[s3]'"
+        return [failed("object store", f"{settings.objects} needs a package that is not installed: {error}", advice)]
+    except StorageError as error:
+        advice = "correct `objects`, the AWS variables, or the rights of that user"
+        return [failed("object store", str(error), advice)]
+    return [ok("object store", f"{settings.objects} can be written, read and listed")]
+
+
+@contextlib.contextmanager
+def connected(url: str) -> Iterator["Connection"]:
+    from sqlalchemy import create_engine, make_url
 
     where = make_url(url)
     if where.drivername.partition("+")[0] in ("postgresql", "postgres"):
@@ -132,7 +180,7 @@ def revision_of_url(url: str) -> object:
     engine = create_engine(where, connect_args={"connect_timeout": CONNECT_SECONDS})
     try:
         with engine.connect() as connection:
-            return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            yield connection
     finally:
         engine.dispose()
 

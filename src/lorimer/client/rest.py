@@ -20,6 +20,7 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import read_metrics
 from lorimer.client.transport import parse
 from lorimer.types.metrics import RunMetricsResponse
+from lorimer.types.replicas import ReplicasResponse
 
 AccessScope = Literal["owned", "accessible"]
 
@@ -107,6 +108,13 @@ class RestClient(AdminClient):
     ) -> RunMetricsResponse:
         chosen = {"first_step": first_step, "last_step": last_step, "max_points": max_points}
         return await self._wait(self.get_metrics(training_run_id, names, after=after, **chosen))
+
+    def list_replicas(self) -> "Future[ReplicasResponse]":
+        """The replicas of the base models, who computes them, and recent moves of the user's runs; ours alone."""
+        return self._start("list_replicas", ReplicasResponse, "GET", "/replicas")
+
+    async def list_replicas_async(self) -> ReplicasResponse:
+        return await self._wait(self.list_replicas())
 
     # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 

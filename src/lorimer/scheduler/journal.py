@@ -29,6 +29,7 @@ from lorimer.store import (
     custom_loss,
     futures,
     metrics,
+    moves,
     quotas,
     runs,
     samplers,
@@ -83,7 +84,7 @@ class Accept(Transaction):
     def apply(self, c: Connection) -> tuple[FutureRow, bool]:
         operation = self.operation
         if self.moves_run and operation.place is not None:
-            runs.place(c, operation.lane, operation.place)
+            moves.place(c, operation.lane, operation.place)
         row, is_new = _insert(c, operation, operation.seq_id)
         name = f"operation {operation.seq_id} of {operation.lane}"
         if is_new and self.has_passed:

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import logging
 import random
-import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +57,8 @@ class Leases:
         config: LeaseConfig,
         on_fenced: Callable[[str], None],
     ) -> None:
-        self.owner_id = secrets.token_hex(16)
-        """Made anew at each start: the fencing token."""
+        self.owner_id = owner.owner_id
+        """The fencing token."""
         self._owner, self._store, self._config, self._on_fenced = owner, owner.store, config, on_fenced
         self._engines = {
             replica_name(name, number): (name, engine)

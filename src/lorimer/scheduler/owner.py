@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import logging
+import secrets
 from collections.abc import Collection
+from datetime import UTC, datetime
 
 from lorimer.engine.config import EngineConfig
 from lorimer.scheduler.driver import Driver
@@ -34,6 +36,9 @@ class Owner:
         self.directory = scratch.directory
         self.object_sweeper = ObjectSweeper()
         self.results, self.usage = results, usage
+        self.owner_id = secrets.token_hex(16)
+        """Made anew at each start."""
+        self.started_at = datetime.now(UTC)
         self.drivers: dict[str, Driver] = {}
         """By the name of the replica."""
         self.known_losses: dict[str, CreateLoss] = {}

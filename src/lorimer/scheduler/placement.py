@@ -18,7 +18,7 @@ from lorimer.errors import Busy
 from lorimer.scheduler.journal import Accept, Transaction
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.runs import Operation
-from lorimer.store import futures, runs
+from lorimer.store import futures, moves, runs
 from lorimer.store.futures import FutureRow
 
 PROMPT_TOKENS = 16
@@ -103,7 +103,7 @@ class AcceptAt(Transaction):
     def apply(self, c: Connection) -> tuple[FutureRow, bool]:
         operation = self.operation
         assert operation.place is not None
-        runs.place_free(c, operation.lane, operation.place)
+        moves.place_free(c, operation.lane, operation.place)
         operation.place = runs.lock(c, operation.lane, is_shared=True)
         found = Accept(operation, max_stored_bytes=self.limits.max_stored_bytes).apply(c)
         if found[1] and futures.num_unfinished(c, operation.lane) > self.limits.max_open_operations:

@@ -17,7 +17,7 @@ from lorimer.scheduler import journal, payloads
 from lorimer.scheduler.events import Arrived
 from lorimer.scheduler.runs import TRAINING, Operation, operation_of
 from lorimer.scheduler.samples import Sample
-from lorimer.store import custom_loss, futures, retention, runs, samplers
+from lorimer.store import custom_loss, futures, moves, retention, runs, samplers
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
@@ -181,12 +181,12 @@ def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> d
             targets[unit] = _choose(c, row, live, chance)
         if (place := targets[unit]) is not None:
             moved.setdefault(place, []).append(row.request_id)
+    for unit, assigned in targets.items():  # first, because the rows still name the replica that is gone
+        if assigned is not None:
+            moves.place(c, unit, assigned)
     for place, request_ids in moved.items():
         futures.move(c, request_ids, place)
     runs.release_lost(c, known, set(live))
-    for unit, assigned in targets.items():
-        if assigned is not None:
-            runs.place(c, unit, assigned)
     return moved
 
 

@@ -25,7 +25,7 @@ from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, replica_
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler
-from lorimer.scheduler.stats import QueuedRequests, SchedulerStats, ServedModel
+from lorimer.scheduler.stats import QueuedRequests, ReplicaStatus, SchedulerStats, ServedModel
 from lorimer.scheduler.streaming import DirectSample, new_sample
 from lorimer.scheduler.wakeups import Wakeup, Wakeups
 from lorimer.store import futures, owners, tokenizers
@@ -49,7 +49,7 @@ class RemoteReplica:
         self.update(row)
 
     def update(self, row: owners.Replica) -> None:
-        self.row = row
+        self.row, self._read_at = row, time.monotonic()
         self.num_placed = 0
         """Runs placed here since the row was read."""
 
@@ -67,12 +67,19 @@ class RemoteReplica:
 
     def status(self) -> ServedModel:
         row = self.row
-        fields = {name: row.load.get(name, 0) for name in ServedModel.__dataclass_fields__}
+        load = row.load if self.is_owned else {}  # what its last owner said is over
+        fields = {name: load.get(name, 0) for name in ServedModel.__dataclass_fields__}
         fields |= {"name": self.name, "replica": self.place, "pid": None}
-        fields |= {"stage": row.load.get("stage", ""), "error": row.load.get("error", "")}
+        fields |= {"stage": load.get("stage", ""), "error": load.get("error", "")}
         info = None if row.info is None else msgspec.convert(row.info, ModelInfo)
         state = row.state if row.state in ("idle", "starting", "ready", "failed") else "idle"
         return ServedModel(**fields | {"state": state, "info": info})
+
+    def owned_status(self) -> ReplicaStatus:
+        row, left = self.row, self.row.lease_seconds
+        if left is not None:
+            left = max(0.0, left - (time.monotonic() - self._read_at))
+        return ReplicaStatus(self.status(), row.state, row.owner_id, row.node, row.changed_at, left)
 
     async def info(self) -> ModelInfo:
         """Return the engine's description of its model, when one has been ready."""
@@ -253,6 +260,9 @@ class RemoteScheduler(Scheduler):
 
     def _all_replicas(self) -> Mapping[str, Replica]:
         return self._remote
+
+    def replica_states(self) -> list[ReplicaStatus]:
+        return [self._remote[replica.place].owned_status() for name in self.models for replica in self.replicas(name)]
 
     def stats(self) -> SchedulerStats:
         return self._stats

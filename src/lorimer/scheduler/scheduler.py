@@ -29,7 +29,7 @@ from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample,
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
-from lorimer.scheduler.stats import STATES, SchedulerStats, ServedModel, combine, take_stats
+from lorimer.scheduler.stats import STATES, ReplicaStatus, SchedulerStats, ServedModel, combine, take_stats
 from lorimer.scheduler.streaming import DirectSample
 from lorimer.scheduler.translate import estimated_tokens, sequence_ids, with_seed
 from lorimer.scheduler.usage_buffer import UsageBuffer
@@ -136,8 +136,14 @@ class Scheduler:
         """Return the replicas of all base models by name."""
         return self.owner.drivers
 
-    def replica_states(self) -> list[ServedModel]:
-        return [replica.status() for name in self.models for replica in self.replicas(name)]
+    def replica_states(self) -> list[ReplicaStatus]:
+        """Return the replicas of all base models with their owners."""
+        owner = self.owner
+        return [
+            ReplicaStatus(status, status.state, owner.owner_id, None, owner.started_at, None)
+            for name in self.models
+            for status in (replica.status() for replica in self.replicas(name))
+        ]
 
     def served_models(self) -> list[ServedModel]:
         return [combine([replica.status() for replica in self.replicas(name)]) for name in self.models]

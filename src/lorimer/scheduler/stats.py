@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
 from lorimer.engine.messages import ModelInfo
@@ -81,6 +82,22 @@ class ServedModel:
     sampling_rate: float
     pid: int | None
     """The process id of the engine."""
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """A replica of a base model, and the process that computes it."""
+
+    model: ServedModel
+    state: str
+    """That of its engine, or ``lost`` if no process computes the replica."""
+    owner_id: str | None
+    node: str | None
+    """Where its owner runs; None if that is this process."""
+    changed_at: datetime
+    """When it got this owner, or lost one."""
+    lease_seconds: float | None
+    """Until its owner's lease runs out; None without a lease."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ QUIET = {
 QUIET_READS = {
     f"/api/v1/{name}"
     for name in "whoami keys checkpoints training_runs training_runs/{run_id} training_runs/{run_id}/checkpoints "
-    "sessions/{session_id} billing/usage/events billing/usage/checkpoints/current".split()
+    "sessions/{session_id} billing/usage/events billing/usage/checkpoints/current replicas".split()
 } | {"/v1/models"}
 """Routes logged at debug level when a GET succeeds, because open console pages poll them."""
 QUIET_STATUSES = (200, 304, 408, 499)

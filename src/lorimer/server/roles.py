@@ -1,8 +1,10 @@
 """What differs between the processes of one installation: how they open the store, and what they must agree on."""
 
+import asyncio
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lorimer.errors import InvalidInput, StorageError
@@ -15,6 +17,8 @@ from lorimer.store.scratch import Scratch
 MAX_CLOCK_SECONDS = 5.0
 """How far the clocks of this machine and of the database may be apart: they date tokens, links and what expires."""
 MIN_SECRET_BYTES = 32
+OBJECTS_SECONDS = 5.0
+"""The longest time of one request when an object store is only checked."""
 
 
 def shares_directory(settings: Settings) -> bool:
@@ -62,14 +66,27 @@ def agree(settings: Settings, directory: DataDirectory, store: Store) -> None:
     fingerprint = hashlib.sha256(b"lorimer secret" + secret_of(settings, directory)).hexdigest()
     refusal = "the secret differs from that of the other processes on this database; set secret_file to the same file"
     store.write_now(owners.agree, "secret", fingerprint, refusal)
-    began = time.time()
-    theirs = store.read_now(owners.clock)
-    apart = abs(theirs - (began + time.time()) / 2) - (time.time() - began) / 2
+    apart = clock_seconds(lambda: store.read_now(owners.clock))
     if apart > MAX_CLOCK_SECONDS:
         raise InvalidInput(
             f"the clock of this machine and that of the database are {apart:.0f} s apart; at most"
             f" {MAX_CLOCK_SECONDS:g} s are accepted: synchronise them (NTP)"
         )
+
+
+def check_objects(url: str) -> None:
+    """Write, read, list and delete in an object store. Raise ``StorageError`` if one of them fails."""
+    from lorimer.store.object_store import open_stored_objects  # needs obstore
+
+    asyncio.run(open_stored_objects(url, request_seconds=OBJECTS_SECONDS))
+
+
+def clock_seconds(read: Callable[[], float]) -> float:
+    """Return how far a clock that ``read`` asks is at least from this machine's, whatever part of the time it took."""
+    began = time.time()
+    theirs = read()
+    ended = time.time()
+    return max(0.0, began - theirs, theirs - ended)
 
 
 def node_name(settings: Settings) -> str:

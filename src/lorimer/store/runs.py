@@ -217,18 +217,6 @@ def lock(c: Connection, model_id: str, *, is_shared: bool = False) -> str | None
     return c.execute(query.with_for_update(read=is_shared)).scalar_one_or_none()
 
 
-def place(c: Connection, model_id: str, replica: str) -> None:
-    """Assign a run to a replica."""
-    c.execute(update(runs).where(runs.c.model_id == model_id).values(replica=replica))
-
-
-def place_free(c: Connection, model_id: str, replica: str) -> None:
-    """Assign a run that no replica holds."""
-    free = (runs.c.model_id == model_id) & runs.c.replica.is_(None)
-    if c.execute(select(runs.c.model_id).where(free)).first() is not None:  # most runs have a replica: write nothing
-        c.execute(update(runs).where(free).values(replica=replica))
-
-
 def release(c: Connection, model_id: str, replica: str) -> None:
     """Let any replica take a run that this one held."""
     held = (runs.c.model_id == model_id) & (runs.c.replica == replica)

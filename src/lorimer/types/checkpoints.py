@@ -176,6 +176,8 @@ class TrainingRun(Response):
     train_mlp: bool | None = None
     train_unembed: bool | None = None
     optimizer_type: str | None = None
+    replica: str | None = None
+    """The replica of the base model that has the run; none if it was evicted, and its next request places it."""
 
 
 class TrainingRunsResponse(Response):

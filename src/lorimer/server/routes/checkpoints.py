@@ -81,6 +81,7 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
         optimizer_type=run.optimizer_type,
+        replica=run.replica,
     )
 
 
