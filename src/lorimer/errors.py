@@ -19,6 +19,7 @@
     │   ├── InUse           another process has the data directory or the database
     │   ├── DiskFull        the disk, or the quota on it, has no room left
     │   └── NameTaken       an object of this name exists already
+    ├── Fenced              this process lost its lease, and must not write any more
     ├── ModelRefused        a base model that cannot be served, with the reason
     ├── ModelNotFound       a model reference that no source knows; lists the places looked at
     ├── CheckpointError     a saved state that is missing, torn or of another shape
@@ -107,12 +108,12 @@ class DiskFull(StorageError):
     """There is no room left; the message has the bytes needed, where known, and the bytes free."""
 
 
-class Fenced(LorimerError):
-    """This process lost its lease, so it must not write: another one computes its replicas."""
-
-
 class NameTaken(StorageError):
     """An object of this name exists already; objects are never overwritten."""
+
+
+class Fenced(LorimerError):
+    """This process lost its lease, so it must not write: another one computes its replicas."""
 
 
 class ModelRefused(LorimerError):
