@@ -9,7 +9,14 @@ from starlette.requests import Request
 from lorimer import errors
 from lorimer.server.errors import STATUS, Refusal, answer_error, error_response, printable, status_of
 
-NEVER_ANSWERED = {errors.NoServer, errors.InUse, errors.PortTaken, errors.TornDownload, errors.HubError}
+NEVER_ANSWERED = {
+    errors.NoServer,
+    errors.InUse,
+    errors.PortTaken,
+    errors.TornDownload,
+    errors.HubError,
+    errors.Fenced,  # ends a worker, which answers nobody
+}
 """Raised on the user's machine or before a server listens."""
 TREE = {item for item in vars(errors).values() if inspect.isclass(item)} - NEVER_ANSWERED
 KINDS = sorted(TREE, key=lambda kind: kind.__name__)

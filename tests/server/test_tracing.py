@@ -37,6 +37,7 @@ def row(request_id, lane, received, started, finished, **values):
         "result_format": "protobuf",
         "result_size": 10,
         "payload_sha256": "",
+        "place": None,
     }
     return FutureRow(**(fields | values))
 
