@@ -1,15 +1,16 @@
 """Leases and fences on a real PostgreSQL server: any interleaving of take-overs and writes of two owners."""
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection, create_engine, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 
 from lorimer.errors import Fenced, InvalidInput
 from lorimer.store import futures, owners, sessions, users
-from lorimer.store.connections import database_url
+from lorimer.store.connections import database_url, is_passing
 from lorimer.store.database import Store
 
 PLACE = "m#0"
@@ -134,13 +135,12 @@ class Interleaving:
 
     def expire(self, process: OwnerProcess) -> None:
         expire_lease(self.other, process.owner_id)
-        try:
-            owners.expire(self.other, 0.0)
-            self.other.commit()
-        except OperationalError:  # it waits for an open transaction of an owner whose lease has run out
-            self.other.rollback()
+        is_there = process.owner_id in self.live()
+        gone = owners.expire(self.other, 0.0)
+        self.other.commit()
+        if is_there and process.owner_id not in gone:
             self.num_waits += 1
-            assert any(one.connection.in_transaction() for one in self.processes)
+            assert process.connection.in_transaction(), "only an open transaction keeps its row"
 
     def claim(self, process: OwnerProcess) -> None:
         if not process.connection.in_transaction():
@@ -186,6 +186,25 @@ def test_a_fenced_store_writes_nothing(store, postgres_url, tmp_path):
         assert {user.name for user in store.read_now(users.list_users).values()} == {"before"}
     finally:
         zombie.close()
+
+
+def test_an_owner_that_is_stopped_in_a_transaction_is_replaced(store, connect):
+    """Its transaction keeps its row, until the database ends the transaction because it stands still."""
+    process, other = OwnerProcess(0, connect()), connect()
+    process.start()
+    owners.check(process.connection, process.owner_id, idle_seconds=0.3)
+    expire_lease(other, process.owner_id)
+    assert owners.expire(other, 0.0) == []
+    other.commit()
+    deadline = time.monotonic() + 30
+    while not owners.expire(other, 0.0):
+        other.commit()
+        assert time.monotonic() < deadline, "it was not replaced"
+        time.sleep(0.05)
+    other.commit()
+    with pytest.raises(DBAPIError) as caught:
+        process.connection.execute(text("SELECT 1"))
+    assert is_passing(caught.value), "what it wrote is rolled back, and tried again behind the fence"
 
 
 def test_leases_hold_after_a_restart_of_the_database(store, connect):

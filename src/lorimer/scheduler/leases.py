@@ -102,7 +102,7 @@ class Leases:
 
     def _check(self, connection: Connection) -> None:
         try:
-            owners.check(connection, self.owner_id)
+            owners.check(connection, self.owner_id, self._config.lease_seconds)
         except Fenced as error:
             self._on_fenced(str(error))
             raise

@@ -16,9 +16,10 @@ Durability = Literal["process", "power"]
 """What a committed write survives: a crash of the process, or also a power failure."""
 
 _BUSY_MILLISECONDS = 10_000
+_IDLE_MILLISECONDS = 10_000
 _SERVER_LOCK = 0x4C6F72696D6572  # "Lorimer"
-# The server is stopping, starting, in recovery or read-only, or rolled back a transaction because of a conflict.
-_PASSING_STATES = ("57P01", "57P02", "57P03", "57P05", "53300", "25006", "40001", "40P01")
+# The server is stopping, starting, in recovery or read-only, or ended a transaction: a conflict, or it stood still.
+_PASSING_STATES = ("57P01", "57P02", "57P03", "57P05", "53300", "25006", "40001", "40P01", "25P03")
 _PASSING_CLASSES = ("08",)
 
 
@@ -46,8 +47,8 @@ def writer_engine(url: URL, durability: Durability, options: dict[str, Any]) -> 
     if url.drivername == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite_writer(durability))
         event.listen(engine, "begin", lambda connection: run_sqlite(connection, "BEGIN IMMEDIATE"))
-    elif durability == "power":
-        event.listen(engine, "connect", _set_synchronous_commit)
+    else:
+        event.listen(engine, "connect", _prepare_postgresql_writer(durability))
     return engine
 
 
@@ -165,6 +166,12 @@ def _prepare_sqlite_reader(connection: sqlite3.Connection, _: object) -> None:
     connection.execute("PRAGMA query_only = ON")
 
 
-def _set_synchronous_commit(connection: Any, _: object) -> None:
-    connection.execute("SET synchronous_commit = on")
-    connection.commit()
+def _prepare_postgresql_writer(durability: Durability) -> Any:
+    def prepare(connection: Any, _: object) -> None:
+        # A process that is stopped in a transaction must not keep rows from the others.
+        connection.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MILLISECONDS}")
+        if durability == "power":
+            connection.execute("SET synchronous_commit = on")
+        connection.commit()
+
+    return prepare

@@ -1,8 +1,8 @@
 """Owners: processes that compute replicas of base models, and may write as long as their row exists (PostgreSQL only).
 
 The row is a lease: the owner extends ``until``, and anybody may delete a row that has run out. Every transaction of an
-owner locks its own row first (`check`), so a deletion waits for transactions under way, and a transaction that begins
-after it fails. Times are those of the database.
+owner locks its own row first (`check`), so it is not deleted during a transaction, and a transaction that begins after
+its deletion fails. Times are those of the database.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,11 @@ from sqlalchemy import Connection, delete, func, select, text, update
 from lorimer.errors import Fenced, InvalidInput
 from lorimer.store.tables import cluster, insert, owners, replicas
 
-_CHECK = text("SELECT 1 FROM owners WHERE owner_id = :owner_id FOR KEY SHARE")
+# The database ends a transaction that stands still: its process may have been stopped, and nobody could replace it.
+_CHECK = text(
+    "SELECT set_config('idle_in_transaction_session_timeout', :timeout, true) FROM owners"
+    " WHERE owner_id = :owner_id FOR KEY SHARE"
+)
 _REGISTER = text(
     "INSERT INTO owners (owner_id, node, door, until, started_at)"
     " VALUES (:owner_id, :node, :door, clock_timestamp() + make_interval(secs => :seconds), clock_timestamp())"
@@ -24,10 +28,13 @@ _REGISTER = text(
 _RENEW = text(
     "UPDATE owners SET until = clock_timestamp() + make_interval(secs => :seconds) WHERE owner_id = :owner_id"
 )
-# After a restart of the database every owner gets one lease to come back.
+# After a restart of the database every owner gets one lease to come back. A row that is locked by a transaction of its
+# owner is left for the next time: whoever waited for it could do nothing else.
 _EXPIRE = text(
-    "DELETE FROM owners WHERE until < clock_timestamp()"
-    " AND clock_timestamp() > pg_postmaster_start_time() + make_interval(secs => :seconds) RETURNING owner_id"
+    "DELETE FROM owners WHERE owner_id IN ("
+    "SELECT owner_id FROM owners WHERE until < clock_timestamp()"
+    " AND clock_timestamp() > pg_postmaster_start_time() + make_interval(secs => :seconds)"
+    " FOR UPDATE SKIP LOCKED) RETURNING owner_id"
 )
 _LIST = text(
     "SELECT r.name, r.base_model, r.owner_id, r.state, r.info, r.load, r.changed_at, o.node, o.door,"
@@ -66,9 +73,13 @@ class ReplicaState:
     load: dict[str, Any]
 
 
-def check(c: Connection, owner_id: str) -> None:
-    """Raise `Fenced` unless the owner's row exists; keep it until the transaction ends."""
-    if c.execute(_CHECK, {"owner_id": owner_id}).first() is None:
+def check(c: Connection, owner_id: str, idle_seconds: float = 10.0) -> None:
+    """Raise `Fenced` unless the owner's row exists; keep it until the transaction ends.
+
+    The database ends the transaction if it stands still for ``idle_seconds``.
+    """
+    timeout = f"{max(1, round(idle_seconds * 1000))}ms"
+    if c.execute(_CHECK, {"owner_id": owner_id, "timeout": timeout}).first() is None:
         raise Fenced(f"owner {owner_id} lost its lease; another process has its replicas")
 
 
