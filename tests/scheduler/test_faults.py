@@ -163,10 +163,10 @@ async def test_a_full_disk_only_delays(s, monkeypatch):
     run = await s.create(user, session)
     submit, is_full = s.store.submit, False
 
-    def failing(function):
+    def failing(function, stores=b""):
         if is_full:
             raise StorageError("the disk is full")
-        return submit(function)
+        return submit(function, stores)
 
     monkeypatch.setattr(s.store, "submit", failing)
     first = await s.train(user, run, 1)
