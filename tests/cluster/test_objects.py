@@ -1,5 +1,6 @@
 """Several processes with data directories of their own: all that they share is PostgreSQL and an object store."""
 
+import gc
 import shutil
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import tinker
 from tinker import types
 
 from tests.cluster.installation import Installation, missing_programs
+from tests.conformance.conftest import LEFT_OPEN
 from tests.conformance.users import User
 from tests.faults.programs import RunningProgram, assert_same, expectation, finish_all
 from tests.faults.supervisor import eventually
@@ -15,7 +17,14 @@ from tests.faults.tenant import MODEL, Plan
 from tests.faults.test_kills import done
 from tests.store.buckets import BUCKET, FaultProxy, moto, seaweedfs, variables
 
-pytestmark = pytest.mark.timeout(1800)
+# The SDK leaves its first connection of each client to the garbage collector.
+pytestmark = [pytest.mark.timeout(1800), *(pytest.mark.filterwarnings(one) for one in LEFT_OPEN)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_for_others() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])
