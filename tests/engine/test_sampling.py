@@ -84,12 +84,12 @@ def test_sampled_and_prompt_logprobs_are_the_trainers(architecture, is_crowded):
     ]
     prompt = prompt_of(37)
     mine = [
-        request("base", prompt, None, 2, max_tokens=12, prompt_logprobs=True),
-        request("mine", prompt, "mine", 2, max_tokens=12, prompt_logprobs=True),
+        request("base", prompt, None, 4, max_tokens=12, prompt_logprobs=True),
+        request("mine", prompt, "mine", 4, max_tokens=12, prompt_logprobs=True),
     ]
     results = finish(sampler, *crowd, *mine, adapters=adapters)
     # The prompt is in the prefix cache now.
-    again = finish(sampler, *crowd, request("cached", prompt, "mine", 2, max_tokens=12), adapters=adapters)
+    again = finish(sampler, *crowd, request("cached", prompt, "mine", 4, max_tokens=12), adapters=adapters)
     assert again["cached"].prompt_cache_hit_tokens == 32
     results |= again
     for name, run in (("base", None), ("mine", adapter), ("cached", adapter)):

@@ -101,17 +101,8 @@ def eight_runs(model):
     ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "loss_fn"),
-    [
-        ("llama", "cross_entropy"),
-        ("llama", "ppo"),
-        ("llama", "gspo"),
-        ("gemma2", "ppo"),
-        ("qwen3_moe", "cross_entropy"),
-        ("gpt_oss", "gspo"),
-    ],
-)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo", "gspo"])
 def test_gradients_do_not_depend_on_how_data_is_split_or_what_else_runs(architecture, loss_fn):
     model, _ = open_pair(architecture)
     data = [make_datum(loss_fn, 3 + 2 * i, i, model.vocab_size) for i in range(8)]
