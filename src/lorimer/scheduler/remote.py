@@ -7,7 +7,8 @@ owner, and another tells whoever waits that it has ended. Both are hints: owners
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +241,11 @@ class RemoteScheduler(Scheduler):
         for address in [address for address in self._doors if address not in known]:
             await self._doors.pop(address).close()
         self._stats = SchedulerStats(
-            [QueuedRequests(user, kind, count, tokens, lane) for user, kind, lane, count, tokens in queued],
-            {lane: count for _, kind, lane, count, _ in queued if kind not in ("sample", "create_model")},
+            [
+                QueuedRequests(user, kind, count, tokens, lane if is_run(lane) else None)
+                for user, kind, lane, count, tokens in queued
+            ],
+            dict(_count_by_run((lane, count) for _, _, lane, count, _ in queued)),
             self.served_models(),
         )
         self._refreshed.set()
@@ -404,3 +408,16 @@ class RemoteScheduler(Scheduler):
         return [
             Completion(row.request_id, "finished" if row.state == "done" else "failed", row.result_size) for row in rows
         ], cursor
+
+
+def is_run(lane: str) -> bool:
+    """Return whether a lane is a run; others are sampling sessions, and the models and losses of a session."""
+    return ":train:" in lane
+
+
+def _count_by_run(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for lane, count in counts:
+        if is_run(lane):
+            found[lane] += count
+    return found

@@ -100,13 +100,18 @@ def url_of(listener: socket.socket) -> str:
 
 
 def run(settings: Settings, announce: Announce) -> None:
-    """Run `serve`, on uvloop if installed: it halves the cost of the twenty or so wakeups of an operation."""
+    """Run `serve` until it ends."""
+    run_on_loop(serve(settings, announce))
+
+
+def run_on_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a server's loop, on uvloop if installed: it halves the cost of the twenty or so wakeups of an operation."""
     sys.setswitchinterval(SWITCH_SECONDS)
     make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with suppress(ImportError):  # uvloop does not support every platform
         from uvloop import new_event_loop as make_loop
     with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(serve(settings, announce))
+        runner.run(work)
 
 
 async def serve(settings: Settings, announce: Announce) -> None:

@@ -4,9 +4,8 @@ import asyncio
 import gc
 import logging
 import os
-import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from lorimer.scheduler.doors import Door, door_token
 from lorimer.scheduler.finished_samples import FinishedSamples
@@ -15,7 +14,7 @@ from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.server.roles import node_name, open_store, secret_of, shares_directory
-from lorimer.server.serve import SWITCH_SECONDS, install_signal_handlers
+from lorimer.server.serve import install_signal_handlers, run_on_loop
 from lorimer.server.settings import Settings
 from lorimer.store.directory import DataDirectory
 from lorimer.store.objects import open_objects
@@ -31,13 +30,8 @@ Announce = Callable[[str], None]
 
 
 def run_worker(settings: Settings, announce: Announce) -> None:
-    """Run `work`, on uvloop if installed."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-    make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with suppress(ImportError):  # uvloop does not support every platform
-        from uvloop import new_event_loop as make_loop
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(work(settings, announce))
+    """Run `work` until it ends."""
+    run_on_loop(work(settings, announce))
 
 
 async def work(settings: Settings, announce: Announce) -> None:
