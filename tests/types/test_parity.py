@@ -18,8 +18,8 @@ OUR_FIELDS = {
     "SessionSummary": {"tags", "training_runs_count", "last_seen_at"},  # the console shows them
     "TrainingRun": {
         *("created_at", "project_id", "seed", "optimizer_type"),
-        *("train_attn", "train_mlp", "train_unembed"),
-    },  # the console shows how a run was made
+        *("train_attn", "train_mlp", "train_unembed", "replica"),
+    },  # the console shows how a run was made, and where it is
     "CurrentCheckpointStorageUsageResponse": {"quotas"},  # which the official service does not have
     "TryAgainResponse": {"queue_state_reason"},  # the official client reads it from the raw body
 }
