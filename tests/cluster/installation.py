@@ -6,8 +6,8 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +16,7 @@ import psutil
 
 from tests.conformance.servers import LORIMER, environment
 from tests.faults.supervisor import WAIT_SECONDS, eventually, free_port
+from tests.store.buckets import BUCKET, find_weed, moto, seaweedfs, variables
 from tests.store.postgres import PostgresServer, find_binaries, running
 
 NGINX = """\
@@ -245,6 +246,24 @@ class Installation:
         return "\n".join(
             f"== {path.name}\n{path.read_text('utf-8', 'replace')[-4000:]}" for path in self.directory.glob("*.log")
         )
+
+
+IS_CLUSTER = bool(os.environ.get("LORIMER_TEST_CLUSTER"))
+"""Whether tests that serve by `whole_installation` do so, instead of by one process."""
+
+
+@contextmanager
+def whole_installation(
+    folder: Path, models: Sequence[str], users: Sequence[str] = (), **settings: object
+) -> Iterator[Installation]:
+    """Serve by two API replicas and two workers, each with two replicas of each model, over PostgreSQL and S3."""
+    named = dict(model.split("=", 1) if "=" in model else (model, model) for model in models)
+    bucket = folder / "bucket"
+    bucket.mkdir(parents=True)
+    with (seaweedfs if find_weed() else moto)(bucket) as url:
+        objects = {"objects": f"s3://{BUCKET}/lorimer", "extra": variables(url)}
+        with Installation(folder, named, num_replicas=2, users=users, **objects, **settings) as opened:
+            yield opened
 
 
 def _toml(value: object) -> str:

@@ -1,7 +1,6 @@
 """The servers, users and clients of the conformance tests. What the SDK writes at home goes to a temporary home."""
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import tinker
 
+from tests.cluster.installation import IS_CLUSTER, whole_installation
 from tests.conformance.samples import MODEL, RANK, SEEING, TWIN
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.conformance.users import User
@@ -20,8 +20,6 @@ LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptio
 
 HERE = Path(__file__).parent
 SERVERS = ExitStack()
-IS_CLUSTER = bool(os.environ.get("LORIMER_TEST_CLUSTER"))
-"""All of these tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,15 +60,14 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settings: object) -> RunningServer:
-    """Serve until the last test of this folder, in one process or in several. ``users`` get keys before that."""
+    """Serve until the last test of this folder. ``users`` get keys before that.
+
+    All tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer.
+    """
     if not IS_CLUSTER:
         KEYS.update({user: create_key(data, user) for user in users})
         return SERVERS.enter_context(running_server(data, models, **settings))
-    from tests.cluster.installation import Installation
-
-    named = dict(model.split("=", 1) if "=" in model else (model, model) for model in models)
-    folder = data.parent
-    opened = SERVERS.enter_context(Installation(folder, named, num_replicas=1, users=users, **settings))
+    opened = SERVERS.enter_context(whole_installation(data.parent, models, users, **settings))
     KEYS.update(opened.keys)
     return RunningServer(opened.url, opened.data)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lorimer.models
+from tests.cluster.installation import IS_CLUSTER, whole_installation
 from tests.conformance.servers import create_key, running_server
 from tests.official_cookbook.environment import NotInstalled, cookbook_python
 from tests.official_cookbook.recipes import Cookbook, Run
@@ -43,8 +44,13 @@ def cookbook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cookbook]:
     directory = tmp_path_factory.mktemp("cookbook")
     make_workspace(directory, TINY)
     data = directory / "server"
+    models = [f"{name}=lorimer/tiny" for name in (STUDENT, TEACHER)]
+    if IS_CLUSTER:
+        with whole_installation(data, models, ["alice"]) as opened:
+            yield Cookbook(python, directory, opened.url, opened.keys["alice"])
+        return
     key = create_key(data, "alice")
-    with running_server(data, [f"{name}=lorimer/tiny" for name in (STUDENT, TEACHER)]) as server:
+    with running_server(data, models) as server:
         yield Cookbook(python, directory, server.url, key)
 
 

@@ -231,6 +231,11 @@ async def test_a_small_scratch_is_enough(tmp_path, proxy, prefix):
             await s.scheduler.scratch.bring("weights", name)
             assert_equal_weights(await fetched(s, tmp_path, names[0]), await fetched(s, tmp_path, name))
         assert len(list(s.directory.weights.iterdir())) <= 2
+        scratch = s.scheduler.scratch
+        await scratch.objects.put_file(f"archives/{names[0]}/1.tar", saved[2] / "lorimer.json")
+        await scratch.remove("weights", names[:1])
+        while [name async for name in scratch.objects.names("archives/", timedelta(0))]:
+            await asyncio.sleep(0.01)  # the archives of weights are deleted with them, in the background
 
 
 async def fetched(s: Service, tmp_path, name: str):

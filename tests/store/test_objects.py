@@ -174,12 +174,18 @@ async def test_only_old_orphans_are_swept(objects, tmp_path):
     for name in ("named", "orphan"):
         await objects.upload(f"weights/{name}", write_directory(tmp_path / "source" / name, {"a": b"1"}))
         await objects.put(f"blobs/{name}", b"1")
+    (tmp_path / "archive").write_bytes(b"1")
+    archives = [] if objects.is_local else ["archives/named"]  # which no row names
+    for name in archives:
+        await objects.put_file(f"{name}/1.tar", tmp_path / "archive")
 
     async def known():
         return {"named"}
 
     assert await sweep_objects(objects, known) == []
-    assert sorted(await sweep_objects(objects, known, timedelta(0))) == ["blobs/orphan", "weights/orphan"]
+    swept = sorted(await sweep_objects(objects, known, timedelta(0)))
+    assert swept == [*archives, "blobs/orphan", "weights/orphan"]
+    assert not await names_of(objects, "archives/")
     assert await names_of(objects) | await names_of(objects, "blobs/") == {"weights/named", "blobs/named"}
 
 

@@ -159,6 +159,9 @@ class StoredObjects:
         if not path.exists() or path.stat().st_size != recorded["size"]:
             raise CheckpointError(f"{path.name!r} of what was saved is missing or torn in the data directory")
 
+        await self.put_file(name, path)
+
+    async def put_file(self, name: str, path: Path) -> None:
         async def attempt(_: bool) -> None:
             await obstore.put_async(self._store, name, path, chunk_size=PART_BYTES, max_concurrency=NUM_PARTS)
 
@@ -228,10 +231,11 @@ class StoredObjects:
 
     async def delete(self, names: Iterable[str]) -> None:
         for name in list(names):
-            if not name.startswith(DIRECTORIES):
+            if not name.startswith((*DIRECTORIES, "archives")):
                 await self._delete(name)
                 continue
-            await self._delete(f"{name}/{MANIFEST}")  # first, so that what is left is incomplete
+            if name.startswith(DIRECTORIES):
+                await self._delete(f"{name}/{MANIFEST}")  # first, so that what is left is incomplete
             async for file, _ in self._list(f"{name}/"):
                 await self._delete(file)
 

@@ -4,6 +4,7 @@
     weights/<name>/<file>     saved weights; the manifest `lorimer.json` is written last
     snapshots/<name>/<file>   a snapshot of a run
     tokenizers/...            tokenizer files of base models
+    archives/<name>/<file>    tar archives of weights for downloads; no row names them, and they are deleted after a day
 
 An object is complete before a row names it, and its row is deleted before it is. So an object that no row names is an
 orphan, whoever left it. `object_store.py` has the objects of S3; `scratch.py` the local copies that engines read.
@@ -41,6 +42,9 @@ class Objects(Protocol):
 
     async def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Create an object. Raise ``NameTaken`` if the name exists, unless ``replace``."""
+
+    async def put_file(self, name: str, path: Path) -> None:
+        """Create an object of any size, under a random name that nobody else creates, from a file."""
 
     async def get(self, name: str) -> bytes:
         """Return the bytes of an object. The caller verifies them."""
@@ -85,6 +89,9 @@ class DirectoryObjects:
 
     async def put(self, name: str, data: bytes, *, replace: bool = False) -> None:
         await asyncio.to_thread(self._put, self._root.path / name, data, replace)
+
+    async def put_file(self, name: str, path: Path) -> None:
+        await self.put(name, await asyncio.to_thread(path.read_bytes))
 
     def _put(self, path: Path, data: bytes, replace: bool) -> None:
         temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

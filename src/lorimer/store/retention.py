@@ -13,7 +13,7 @@ from lorimer.store.objects import Objects
 from lorimer.store.tables import blobs, runs, weights
 
 ORPHAN_AGE = timedelta(days=1)
-SWEPT = ("weights/", "snapshots/", "blobs/", "check/")
+SWEPT = ("weights/", "snapshots/", "blobs/", "check/", "archives/")
 
 
 def known_names(c: Connection) -> set[str]:
@@ -30,6 +30,6 @@ async def sweep_objects(
     old = [name for prefix in SWEPT async for name in objects.names(prefix, older_than)]
     # Read after the listing: what was named meanwhile is kept, and a new object is too young.
     named = await known() if old else set()
-    orphans = [name for name in old if name.partition("/")[2] not in named]
+    orphans = [name for name in old if name.startswith("archives/") or name.partition("/")[2] not in named]
     await objects.delete(orphans)
     return orphans

@@ -134,7 +134,8 @@ class Scratch:
             self._entries.pop(f"{kind}/{name}", None)
         await asyncio.to_thread(self._remove_local, kind, chosen)
         if not self.is_local:
-            self.remover.remove(f"{kind}/{name}" for name in chosen)
+            kinds = (kind, "archives") if kind == "weights" else (kind,)
+            self.remover.remove(f"{each}/{name}" for name in chosen for each in kinds)
 
     def _remove_local(self, kind: Kind, names: list[str]) -> None:
         for name in names:

@@ -2,10 +2,13 @@
 
 A URL needs no key; its signature and expiry are checked first. The URL of a checkpoint contains the checkpoint's random
 key, so it stops working when the checkpoint is deleted, even if another takes its name. Files of an object store that
-signs URLs are downloaded from there; archives and encrypted files are made here, of a local copy.
+signs URLs are downloaded from there, and so are archives, which are built and stored on the first request; encrypted
+files are made here, of a local copy.
 """
 
 import asyncio
+import secrets
+import tempfile
 from datetime import datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -30,6 +33,7 @@ from lorimer.server.tracing import trace
 from lorimer.store import audit, checkpoints, futures, sessions
 from lorimer.store.checkpoints import Checkpoint
 from lorimer.store.manifests import verify
+from lorimer.store.retention import ORPHAN_AGE
 from lorimer.types.paths import KINDS, SEGMENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -67,7 +71,7 @@ async def archive(request: Request) -> Response:
     if checkpoint.kind == "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is an export; external_weights_urls has its files")
     await check_files(request, checkpoint)
-    url, expires = address_of(request, "archives", checkpoint, ".tar")
+    url, expires = await stored_archive(request, checkpoint) or address_of(request, "archives", checkpoint, ".tar")
     await record_download(request, checkpoint)
     return RedirectResponse(url, 302, {"expires": format_datetime(expires, usegmt=True)})
 
@@ -94,6 +98,29 @@ async def stored_addresses(
     if not await objects.has_all(place):
         raise CheckpointError(f"files of the checkpoint {checkpoint.name!r} are missing or torn in the object store")
     return {name: (url, expires) for name, url in urls.items() if url is not None}
+
+
+async def stored_archive(request: Request, checkpoint: Checkpoint) -> tuple[str, datetime] | None:
+    """Return the URL of an archive in the object store, if it signs URLs. Store the archive if there is none."""
+    context = context_of(request)
+    objects, place = context.scratch.objects, f"archives/{checkpoint.weights.name}/"
+    lifetime = min(timedelta(seconds=context.settings.download_seconds), ORPHAN_AGE / 2)
+    seconds, expires = lifetime.total_seconds(), context.now() + lifetime
+    if context.settings.downloads != "signed" or await objects.sign(place, seconds) is None:
+        return None
+    names = {name async for name in objects.names(place, timedelta(0))}
+    # The sweep deletes archives that are a day old; the URL must work until it expires.
+    names -= {name async for name in objects.names(place, ORPHAN_AGE - lifetime)}
+    if not names:
+        names = {f"{place}{secrets.token_hex(8)}-{checkpoint.name}.tar"}
+        directory = await local_directory(request, checkpoint)
+        with tempfile.NamedTemporaryFile(dir=context.directory.path) as file:
+            async for data in parts_bytes(archive_parts(directory, adapter_files(checkpoint))):
+                await asyncio.to_thread(file.write, data)
+            file.flush()
+            await objects.put_file(min(names), Path(file.name))
+    url = await objects.sign(min(names), seconds)
+    return None if url is None else (url, expires)
 
 
 def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -> tuple[str, datetime]:
