@@ -202,6 +202,11 @@ class MemoryJournal:
         run = self.runs[transaction.model_id]
         self.runs[run.model_id] = replace(run, corrupted=run.corrupted or transaction.reason)
 
+    def _RecordDeath(self, transaction: journal.RecordDeath) -> None:
+        for request_id in transaction.request_ids:
+            row = self.rows[request_id]
+            self.rows[request_id] = replace(row, deaths=row.deaths + 1)
+
     def _FinishCreation(self, transaction: journal.FinishCreation) -> Outcome:
         return self._finish(transaction.operation, Outcome("done", result=b"created"))
 

@@ -21,6 +21,7 @@ from tests.store.postgres import PostgresServer, find_binaries, running
 
 NGINX = """\
 daemon off;
+{user}
 pid {directory}/nginx.pid;
 error_log stderr warn;
 worker_processes 1;
@@ -178,11 +179,9 @@ class Installation:
             self.apis.append(self._member(name, [*command, "--data", str(self.data_of(name))]))
         nginx = self.directory / "nginx"
         nginx.mkdir(mode=0o755)
-        for parent in [nginx, *nginx.parents]:  # nginx's workers run as another user
-            if parent.owner() == self.directory.owner() and parent != Path("/"):
-                parent.chmod(parent.stat().st_mode | 0o011)
         upstreams = " ".join(f"server 127.0.0.1:{port} max_fails=1 fail_timeout=1s;" for port in self.ports)
-        text = NGINX.format(directory=nginx, upstreams=upstreams, port=self.url.rpartition(":")[2])
+        user = "user root root;" if os.getuid() == 0 else ""  # else its workers could not enter the directory
+        text = NGINX.format(user=user, directory=nginx, upstreams=upstreams, port=self.url.rpartition(":")[2])
         (nginx / "nginx.conf").write_text(text)
         program = find_nginx()
         assert program is not None

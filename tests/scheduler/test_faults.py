@@ -13,7 +13,9 @@ import pytest_asyncio
 from lorimer.engine.translation import decode_operation
 from lorimer.errors import EngineError, StorageError
 from lorimer.scheduler import events
-from lorimer.store import runs
+from lorimer.scheduler.engines import EngineSlot
+from lorimer.scheduler.limits import SchedulerLimits
+from lorimer.store import futures, runs
 from lorimer.types.encoding import decode_forward_backward_output, decode_sample_response
 from tests.scheduler.runs import STEPS, assert_equal_weights, submit, undisturbed
 from tests.scheduler.service import Service, service, start
@@ -95,6 +97,34 @@ async def test_a_poisonous_request_is_found_and_the_innocent_survive(s, monkeypa
     for accepted in [*beside, behind, *samples]:
         await s.done(accepted)
     assert s.slot.num_deaths - deaths <= 6  # now and then it was sent behind another turn, which was then blamed
+
+
+async def test_a_new_server_knows_which_request_killed_engines(tmp_path, monkeypatch):
+    """Two servers are killed after two deaths of their engines each; a third gives the request up after one more."""
+    path, limits, train = tmp_path / "data", SchedulerLimits(max_engine_deaths=5), EngineSlot.train
+
+    def deadly(slot, batch, to):
+        train(slot, batch, to)
+        if any(len(decode_operation(op).data[0].tokens) == 13 for op in batch.operations):
+            os.kill(slot.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(EngineSlot, "train", deadly)
+    s = await Service.open(path, limits)
+    user, session = await s.session()
+    good, bad = await s.create(user, session, 0), await s.create(user, session, 1)
+    poison = await s.train(user, bad, 1, tokens=13)
+    for number in (1, 2):
+        while s.store.read_now(futures.get, poison.request_id).deaths < 2 * number:
+            await asyncio.sleep(0.01)
+        await s.die()
+        s = await Service.open(path, limits)
+        beside = await s.train(user, good, number)
+        assert s.core.open[poison.request_id].is_suspect
+    outcome = await s.outcome(poison)
+    assert outcome.state == "failed" and "ended 5 times" in outcome.error
+    await s.done(beside)
+    assert s.slot.num_deaths == 1
+    await s.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -27,6 +27,7 @@ ROW = {
     "holds_bytes": True,
     "place": "m#0",
     "finished_no": None,
+    "deaths": 0,
 }
 
 

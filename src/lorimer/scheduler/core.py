@@ -265,6 +265,8 @@ class Core:
             return
         operation.received = self.now
         self.open[operation.request_id] = operation
+        if operation.is_suspect:
+            self.suspects.append(operation)
         if isinstance(operation, Sample):
             self.sampling.arrive(operation)
         elif event.run is None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lorimer.errors import EngineError
-from lorimer.scheduler import events, snapshots
+from lorimer.scheduler import events, journal, snapshots
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
@@ -14,7 +14,8 @@ def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
     core.is_ready = False
     core.is_starting = True  # the engine slot restarts the engine by itself
     core.engine += 1
-    _blame(core, reason)
+    if blamed := [*_blame(core, reason), *core.sampling.journaled()]:
+        core.commit(journal.RecordDeath(blamed))
     core.turns.clear()
     core.early.engine_ended()
     core.losses.engine_ended(reason)
@@ -32,8 +33,12 @@ def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
             core.emit(events.StopRetrying())
 
 
-def _blame(core: "Core", reason: str) -> None:
-    """Record what may have killed the engine: the first unfinished turn, and the runs being restored."""
+def _blame(core: "Core", reason: str) -> list[str]:
+    """Count what may have killed the engine: the first unfinished turn, and the runs being restored.
+
+    Return the request_ids of the operations.
+    """
+    blamed = []
     operations = list(core.turns[0].unanswered.values()) if core.turns else []
     runs = {run for run in core.held.values() if run.phase == "restoring"}
     runs |= {core.runs[operation.lane] for operation in operations if operation.is_replay}
@@ -50,3 +55,5 @@ def _blame(core: "Core", reason: str) -> None:
             text = f"the engine ended {operation.deaths} times while it computed this: {reason}"
             core.runs[operation.lane].running.discard(operation)
             core.fail(operation, EngineError(text))
+        blamed.append(operation.request_id)
+    return blamed

@@ -158,6 +158,7 @@ def _sample(operation: Operation, found: _Found) -> Sample:
         weights_id=sampler.weights_id,
         model_id=sampler.model_id,
         place=operation.place,
+        deaths=operation.deaths,
     )
 
 

@@ -597,4 +597,5 @@ def operation_of(row: FutureRow, base_model: str, *, is_replay: bool = False, pa
         payload=payload,
         is_replay=is_replay,
         place=row.place,
+        deaths=0 if is_replay else row.deaths,
     )

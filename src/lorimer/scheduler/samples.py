@@ -387,6 +387,10 @@ class Sampling:
         self.fair.leave(sample.user_id)
         self.fail(sample, error)
 
+    def journaled(self) -> list[str]:
+        """Return the ids of the samples that the engine has and that have rows."""
+        return [sample.request_id for sample in self._running.values() if not sample.is_direct]
+
     def engine_ended(self, reason: str, is_final: bool) -> None:
         """Enqueue the samples that the engine had again. ``is_final``: no engine can be started, so fail them all."""
         self.samplers.clear()

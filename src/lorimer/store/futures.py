@@ -71,6 +71,8 @@ class FutureRow:
     """Distinguishes a retry from a different request with the same number."""
     place: str | None
     """The replica that computes it."""
+    deaths: int = 0
+    """How many engines died while they computed it."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,12 @@ def mark_fetched(c: Connection, fetched: dict[str, datetime]) -> None:
     """Record when clients received results. Callers buffer these and write them in bulk."""
     if fetched:
         c.execute(_FETCHED, [{"id": request_id, "at": at} for request_id, at in fetched.items()])
+
+
+def record_death(c: Connection, request_ids: Iterable[str]) -> None:
+    """Count the death of an engine against the operations that it was computing."""
+    chosen = and_(_IS_QUEUED, futures.c.request_id.in_(list(request_ids)))
+    c.execute(update(futures).where(chosen).values(deaths=futures.c.deaths + 1))
 
 
 def release(c: Connection, request_ids: Iterable[str]) -> None:

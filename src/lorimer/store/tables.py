@@ -200,6 +200,7 @@ futures = Table(
     Column("holds_bytes", Boolean, nullable=False),
     _text("place", null=True),
     Column("finished_no", BigInteger, nullable=True),
+    Column("deaths", Integer, nullable=False, server_default=text("0")),
     # Both databases treat NULL numbers as distinct, so each request without a number gets its own row.
     UniqueConstraint("lane", "seq_id"),
     Index(None, "session_id", "received_at"),

@@ -51,6 +51,7 @@ def upgrade() -> None:
     )
     op.add_column("futures", sa.Column("place", sa.Text(), nullable=True))
     op.add_column("futures", sa.Column("finished_no", sa.BigInteger(), nullable=True))
+    op.add_column("futures", sa.Column("deaths", sa.Integer(), nullable=False, server_default=sa.text("0")))
     op.create_index(
         "ix_futures_place",
         "futures",
