@@ -1,7 +1,9 @@
 """Several processes with data directories of their own: all that they share is PostgreSQL and an object store."""
 
 import gc
+import os
 import shutil
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +21,9 @@ from tests.store.buckets import BUCKET, FaultProxy, moto, seaweedfs, variables
 
 # The SDK leaves its first connection of each client to the garbage collector.
 pytestmark = [pytest.mark.timeout(1800), *(pytest.mark.filterwarnings(one) for one in LEFT_OPEN)]
+
+
+GONE_SECONDS = float(os.environ.get("LORIMER_GONE_SECONDS", "2"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,6 +81,7 @@ def test_a_run_goes_on_where_nothing_of_it_is_local(installation, proxy, tmp_pat
     eventually(lambda: done([second]) >= 8, "eight steps", 300)
     proxy.inject("gone")
     eventually(lambda: proxy.num_faults < 1_000_000 - 5, "requests that found no store", 120)
+    time.sleep(GONE_SECONDS)
     proxy.inject("", 0)
     finish_all([second])
     assert_same(second, known)
