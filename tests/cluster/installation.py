@@ -147,6 +147,7 @@ class Installation:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.apis: list[Member] = []
         self.workers: list[Member] = []
+        self.metrics_ports: list[int] = []
         self.ports = [free_port() for _ in range(num_apis)]
         self._models, self._num_workers, self._num_replicas = models, num_workers, num_replicas
         self.keys = dict.fromkeys(users, "")
@@ -220,6 +221,8 @@ class Installation:
     def add_worker(self, number: int) -> Member:
         name = f"worker-{number}"
         command = [*LORIMER, "worker", "--config", str(self.config), "--data", str(self.data_of(name))]
+        self.metrics_ports.append(free_port())
+        command += ["--set", f"worker_metrics_port={self.metrics_ports[-1]}"]
         member = self._member(name, command)
         self.workers.append(member)
         return member

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx2
 import psutil
 import psycopg
 import pytest
@@ -128,6 +129,20 @@ def test_a_stopped_worker_that_comes_back_has_changed_nothing(installation, keys
     assert victim.exit_codes[ended] == 75
     assert installation.postgres.execute("select max(finished_no), count(*) from futures") == before
     log.info("the worker was stopped for %.1f s of the program's time", program.longest_pause)
+
+
+def test_a_worker_shows_its_metrics(installation):
+    wait_for_owners(installation)
+    ready = f'lorimer_engine_state{{model="{MODEL}",state="ready"}} 1.0'
+    for port in installation.metrics_ports:
+        found = httpx2.get(f"http://127.0.0.1:{port}/metrics").raise_for_status()
+        assert ready in found.text and "process_resident_memory_bytes" in found.text
+        assert f'lorimer_engine_resident_bytes{{model="{MODEL}"}}' in found.text
+        assert httpx2.get(f"http://127.0.0.1:{port}/api/v1/healthz").json() == {"status": "ok"}
+        assert [httpx2.request(method, f"http://127.0.0.1:{port}/x").status_code for method in ("GET", "POST")] == [
+            404,
+            405,
+        ]
 
 
 def wait_for_owners(installation: Installation) -> None:

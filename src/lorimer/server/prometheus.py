@@ -2,9 +2,11 @@
 
 from collections import Counter as Totals
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -36,6 +38,7 @@ class Metrics:
         )
         self.held = Gauge("lorimer_http_requests_in_flight", "Requests not answered yet.", registry=self._registry)
         self._registry.register(_Scheduler(stats, self._names))
+        ProcessCollector(registry=self._registry)
 
     def set_user_name(self, user: User) -> None:
         """Label a user's time series with their name instead of their id."""
@@ -60,6 +63,7 @@ class _Scheduler(Collector):
         stats = self._stats()
         yield from self._queued(stats.queued)
         yield from self._engines(stats.models)
+        yield from self._memory(stats.models)
 
     def _queued(self, queued: Sequence[QueuedRequests]) -> Iterator[Metric]:
         by_user: Totals[str] = Totals()
@@ -75,6 +79,14 @@ class _Scheduler(Collector):
             for label, total in totals.items():
                 gauge.add_metric(label, float(total))
             yield gauge
+
+    def _memory(self, served: Sequence[ServedModel]) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily("lorimer_engine_resident_bytes", "Memory of an engine's process.", labels=["model"])
+        for model in served:
+            with suppress(psutil.NoSuchProcess):
+                if model.pid is not None:
+                    gauge.add_metric([model.name], float(psutil.Process(model.pid).memory_info().rss))
+        yield gauge
 
     def _engines(self, served: Sequence[ServedModel]) -> Iterator[Metric]:
         state = GaugeMetricFamily("lorimer_engine_state", "1 for the state an engine is in.", labels=["model", "state"])

@@ -132,6 +132,9 @@ class Settings(SchedulerLimits):
         str, Setting("Address of a worker at which API replicas reach it for streams and cancellations.")
     ] = "127.0.0.1"
     worker_port: Annotated[int, Setting("Its port; 0 takes a free one.", 0)] = 0
+    worker_metrics_port: Annotated[
+        int, Setting("Port, at the same address, of a worker's /metrics and /api/v1/healthz; 0 serves none.", 0)
+    ] = 0
     lease_seconds: Annotated[
         float, Setting("A worker that was not heard of for this long is replaced: its replicas are taken over.", 0.5)
     ] = 10.0

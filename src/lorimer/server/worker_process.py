@@ -1,4 +1,4 @@
-"""``lorimer worker``: an owner process, which computes replicas of base models and serves no HTTP."""
+"""``lorimer worker``: an owner process, which computes replicas of base models and serves no HTTP but its metrics."""
 
 import asyncio
 import gc
@@ -12,7 +12,10 @@ from lorimer.scheduler.finished_samples import FinishedSamples
 from lorimer.scheduler.leases import LeaseConfig, Leases
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.results import Results
+from lorimer.scheduler.stats import SchedulerStats, combine, take_stats
 from lorimer.scheduler.usage_buffer import UsageBuffer
+from lorimer.server.health import serve_worker
+from lorimer.server.prometheus import Metrics
 from lorimer.server.roles import node_name, open_store, secret_of, shares_directory
 from lorimer.server.serve import install_signal_handlers, run_on_loop
 from lorimer.server.settings import Settings
@@ -62,6 +65,10 @@ async def work(settings: Settings, announce: Announce) -> None:
             sweep_seconds=settings.sweep_seconds,
         )
         leases = Leases(owner, settings.engine_configs(), settings.num_replicas(), config, end_fenced)
+        if settings.worker_metrics_port:
+            metrics = Metrics(lambda: stats_of(owner))
+            health = await serve_worker(settings.worker_host, settings.worker_metrics_port, metrics)
+            stack.callback(health.close)
         await leases.start()
         gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
         announce(leases.owner_id)
@@ -69,6 +76,14 @@ async def work(settings: Settings, announce: Announce) -> None:
         logger.info("shutting down: the running batch is finished, other workers take the replicas")
         await leases.close(settings.shutdown_seconds)
         await usage.flush()
+
+
+def stats_of(owner: Owner) -> SchedulerStats:
+    """Return the statistics of the replicas of this process, by base model."""
+    drivers = list(owner.drivers.values())
+    names = sorted({driver.name for driver in drivers})
+    served = [combine([driver.status() for driver in drivers if driver.name == name]) for name in names]
+    return take_stats(owner.results.open.values(), [driver.core for driver in drivers], served)
 
 
 def end_fenced(reason: str) -> None:
