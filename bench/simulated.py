@@ -16,6 +16,7 @@ import numpy as np
 from lorimer.engine import messages
 from lorimer.errors import CheckpointError, EngineError, InvalidInput, LorimerError
 from lorimer.scheduler import journal, placement
+from lorimer.scheduler.engine_deaths import RecordDeath
 from lorimer.scheduler.payloads import Load, Save, SaveEphemeral
 from lorimer.scheduler.runs import MISSING, REPLAYED, Journal, Operation, Outcome, needs_payload
 from lorimer.store.futures import FutureRow
@@ -202,7 +203,7 @@ class MemoryJournal:
         run = self.runs[transaction.model_id]
         self.runs[run.model_id] = replace(run, corrupted=run.corrupted or transaction.reason)
 
-    def _RecordDeath(self, transaction: journal.RecordDeath) -> None:
+    def _RecordDeath(self, transaction: RecordDeath) -> None:
         for request_id in transaction.request_ids:
             row = self.rows[request_id]
             self.rows[request_id] = replace(row, deaths=row.deaths + 1)

@@ -42,6 +42,7 @@ SERVICE = (
     "tests/cli/test_own_server.py",
     "tests/client/test_embedded.py",
     "tests/client/test_restart.py",
+    "tests/deploy/",
     "tests/recipes/test_resume.py",
     "tests/scheduler/test_faults.py",
     "tests/scheduler/test_replicas.py",

@@ -1,12 +1,27 @@
 """Resets the core to the state of the journal when an engine ends, and records what may have killed it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection
 
 from lorimer.errors import EngineError
 from lorimer.scheduler import events, journal, snapshots
+from lorimer.store import futures
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
+
+
+@dataclass(frozen=True, eq=False)
+class RecordDeath(journal.Transaction):
+    """Count the death of an engine against the operations that it was computing, for whoever computes them next."""
+
+    request_ids: Sequence[str]
+
+    def apply(self, c: Connection) -> None:
+        futures.record_death(c, self.request_ids)
 
 
 def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
@@ -15,7 +30,7 @@ def engine_ended(core: "Core", reason: str, is_final: bool) -> None:
     core.is_starting = True  # the engine slot restarts the engine by itself
     core.engine += 1
     if blamed := [*_blame(core, reason), *core.sampling.journaled()]:
-        core.commit(journal.RecordDeath(blamed))
+        core.commit(RecordDeath(blamed))
     core.turns.clear()
     core.early.engine_ended()
     core.losses.engine_ended(reason)

@@ -371,16 +371,6 @@ class MarkCorrupted(Transaction):
 
 
 @dataclass(frozen=True, eq=False)
-class RecordDeath(Transaction):
-    """Count the death of an engine against the operations that it was computing, for whoever computes them next."""
-
-    request_ids: Sequence[str]
-
-    def apply(self, c: Connection) -> None:
-        futures.record_death(c, self.request_ids)
-
-
-@dataclass(frozen=True, eq=False)
 class FinishCreation(Transaction):
     operation: Operation
     run: Run

@@ -576,8 +576,7 @@ def _operation_of_row(run: RunState, row: FutureRow) -> Operation:
     assert row.seq_id is not None
     known = run.operations.get(row.seq_id)
     if known is None or known.request_id != row.request_id:
-        # Its row is committed, although its submit may have been answered with an error.
-        known = run.operations[row.seq_id] = operation_of(row, run.row.base_model)
+        known = run.operations[row.seq_id] = operation_of(row, run.row.base_model)  # its submit may have failed
     if known.status == "received":
         known.advance("held")
     return known
