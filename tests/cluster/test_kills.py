@@ -23,10 +23,10 @@ from tests.faults.supervisor import eventually
 from tests.faults.tenant import MODEL, Plan
 from tests.faults.test_kills import done
 
-pytestmark = pytest.mark.timeout(3000)
+NUM_KILLS = int(os.environ.get("LORIMER_CLUSTER_KILLS", "8"))
+pytestmark = pytest.mark.timeout(3000 + 60 * NUM_KILLS)
 log = logging.getLogger(__name__)
 
-NUM_KILLS = int(os.environ.get("LORIMER_CLUSTER_KILLS", "8"))
 STEPS = 12
 
 
