@@ -25,7 +25,9 @@ from bench.service.http import HttpError, HttpPool
 from bench.service.rows import ROWS as SERVICE_ROWS
 from bench.service.rows import growth_figure
 from bench.service.server import disk_bytes
-from bench.simulate import ServiceTimes, Simulation
+from bench.service_times import ServiceTimes
+from bench.simulate import Simulation, Step, Workload
+from bench.simulation_report import Figures, check, figures_of, max_turns
 from bench.timing import Contestant, compete
 
 SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
@@ -318,31 +320,68 @@ def test_disk_bytes_counts_what_files_occupy(tmp_path):
     assert 100_000 <= disk_bytes(tmp_path) < 200_000
 
 
+TIMES = ServiceTimes(
+    batch=0.01, token=2e-4, adapter=1e-3, step=0.01, create=0.02, save=0.05, load=0.03, decode=0.01, decode_more=0.001
+)
+
+
 def calls_per_event(num_tenants: int, num_steps: int) -> float:
     """Simulate tenants and count the calls of functions in the scheduler's core, for each event it handles."""
-    times = ServiceTimes(0.01, 2e-4, 1e-3, 0.01, 0.05, 0.03, 0.01)
-    simulation = Simulation(num_tenants, times, deaths=1, num_steps=num_steps)
-    handle, num_calls = simulation.core.handle, 0
+    simulation = Simulation(Workload(num_tenants=num_tenants, num_steps=num_steps, deaths=1), TIMES)
+    [replica] = simulation.replicas.values()
+    handle, num_calls, num_events = replica.core.handle, 0, 0
 
     def count(frame, event, argument):
         nonlocal num_calls
         num_calls += event == "call"
 
     def counted(happened, now):
+        nonlocal num_events
+        num_events += len(happened)
         sys.setprofile(count)
         try:
             return handle(happened, now)
         finally:
             sys.setprofile(None)
 
-    simulation.core.handle = counted
+    replica.core.handle = counted
     found = simulation.run()
-    assert found.num_steps == num_steps * sum(not tenant.is_stuck for tenant in simulation.tenants)
-    assert found.replayed > 0
-    return num_calls / found.num_events
+    assert len(found.steps) == num_steps
+    assert found.num_replayed > 0
+    assert simulation.check_weights() > 0
+    return num_calls / num_events
 
 
 @pytest.mark.service
 def test_the_cost_of_an_event_does_not_grow_with_the_number_of_tenants():
-    few, many = calls_per_event(128, 6), calls_per_event(1024, 2)
+    few, many = calls_per_event(128, 768), calls_per_event(1024, 2048)
     assert many < 1.25 * few
+
+
+def simulate_replicas(num_replicas: int, deaths: int) -> Figures:
+    load = Workload(
+        num_tenants=160, num_steps=400, num_replicas=num_replicas, load=None, deaths=deaths, runs_per_user=1
+    )
+    simulation = Simulation(load, TIMES)
+    record = simulation.run()
+    assert simulation.check_weights() > 0
+    return figures_of(record)
+
+
+@pytest.mark.service
+def test_replicas_share_the_work_evenly_and_a_death_delays_only_its_own_runs():
+    found = [simulate_replicas(replicas, deaths) for replicas in (1, 2) for deaths in (0, 1)]
+    assert [(text, value) for text, value, _, holds in check(found) if not holds] == []
+    assert all(one.num_loads for one in found)  # more runs than fit into the engines
+    assert all(bool(one.replayed) is bool(one.workload.deaths) for one in found)
+
+
+def test_turns_count_what_one_tenant_finishes_while_another_waits():
+    def step(tenant: int, began: float, ended: float, place: str = "m#0") -> Step:
+        return Step(tenant, (place, ""), began, began, ended)
+
+    waiting = step(0, 0.5, 3.5)
+    others = [step(1, number, number + 1) for number in range(5)]
+    assert max_turns([waiting, *others]) == 3  # those that end at 1, 2 and 3
+    assert max_turns([waiting, *[step(number, number, number + 1) for number in range(1, 5)]]) == 1
+    assert max_turns([waiting, *[step(1, number, number + 1, "m#1") for number in range(5)]]) == 0
