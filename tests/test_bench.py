@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bench.profiling import profile_ours
 from bench.report import AIMS, Line
 from bench.rows import ROWS
 from bench.service import figures
+from bench.service.client import ENGINE_DATUM
 from bench.service.figures import Figure, percentile
 from bench.service.http import HttpError, HttpPool
 from bench.service.rows import ROWS as SERVICE_ROWS
@@ -27,8 +29,14 @@ from bench.service.rows import growth_figure
 from bench.service.server import disk_bytes
 from bench.service_times import ServiceTimes
 from bench.simulate import Simulation, Step, Workload
+from bench.simulated_engine import TIMES
 from bench.simulation_report import Figures, check, figures_of, max_turns
 from bench.timing import Contestant, compete
+from lorimer.engine import messages
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.process import PROGRAM, EngineProcess
+from lorimer.store.manifests import is_whole
+from tests.cluster.installation import missing_programs
 
 SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
 RL = workloads.rl_data(4, 12, 4, QUICK.vocab_size, seed=5)
@@ -188,6 +196,8 @@ def test_rows_belong_to_the_service_or_to_the_engine(capsys, arguments, message)
 @pytest.mark.slow
 def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     """Every row of the service, end to end; what it measures is not looked at, what it counts is."""
+    if missing := missing_programs():
+        pytest.skip(missing)
     output = tmp_path / "table.md"
     assert main(["--service", "--quick", "--threads", "1", "--output", str(output)]) == 0
     lines = [line.strip("| ").split(" | ") for line in output.read_text("utf-8").splitlines() if line.startswith("| ")]
@@ -196,7 +206,7 @@ def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     assert {len(row) for row in rows} == {len(header)}
     assert {row[3] for row in rows} - {"-"} == {str(aim) for aim in figures.AIMS.values()}
     assert [row[1] for row in rows if row[0].endswith(": lost")] == ["0"] * 5
-    assert len(rows) == 2 * len(SERVICE_ROWS) + 6
+    assert len(rows) == 2 * len(SERVICE_ROWS) + 9
     gc.collect()
 
 
@@ -320,14 +330,14 @@ def test_disk_bytes_counts_what_files_occupy(tmp_path):
     assert 100_000 <= disk_bytes(tmp_path) < 200_000
 
 
-TIMES = ServiceTimes(
+TIMES_OF_ENGINE = ServiceTimes(
     batch=0.01, token=2e-4, adapter=1e-3, step=0.01, create=0.02, save=0.05, load=0.03, decode=0.01, decode_more=0.001
 )
 
 
 def calls_per_event(num_tenants: int, num_steps: int) -> float:
     """Simulate tenants and count the calls of functions in the scheduler's core, for each event it handles."""
-    simulation = Simulation(Workload(num_tenants=num_tenants, num_steps=num_steps, deaths=1), TIMES)
+    simulation = Simulation(Workload(num_tenants=num_tenants, num_steps=num_steps, deaths=1), TIMES_OF_ENGINE)
     [replica] = simulation.replicas.values()
     handle, num_calls, num_events = replica.core.handle, 0, 0
 
@@ -362,7 +372,7 @@ def simulate_replicas(num_replicas: int, deaths: int) -> Figures:
     load = Workload(
         num_tenants=160, num_steps=400, num_replicas=num_replicas, load=None, deaths=deaths, runs_per_user=1
     )
-    simulation = Simulation(load, TIMES)
+    simulation = Simulation(load, TIMES_OF_ENGINE)
     record = simulation.run()
     assert simulation.check_weights() > 0
     return figures_of(record)
@@ -385,3 +395,27 @@ def test_turns_count_what_one_tenant_finishes_while_another_waits():
     assert max_turns([waiting, *others]) == 3  # those that end at 1, 2 and 3
     assert max_turns([waiting, *[step(number, number, number + 1) for number in range(1, 5)]]) == 1
     assert max_turns([waiting, *[step(1, number, number + 1, "m#1") for number in range(5)]]) == 0
+
+
+def test_the_simulated_engine_speaks_the_protocol(monkeypatch, tmp_path):
+    monkeypatch.setenv(PROGRAM, "bench.simulated_engine")
+    monkeypatch.setenv(TIMES, msgspec.json.encode(TIMES_OF_ENGINE).decode())
+    commands = [
+        messages.CreateRun(request_id="create", model_id="m", lora=messages.LoraConfig()),
+        messages.OptimStep(request_id="step", model_id="m"),
+        messages.SaveState(request_id="save", model_id="m", directory=str(tmp_path / "saved")),
+        messages.LoadState(request_id="load", model_id="m", directory=str(tmp_path / "saved")),
+        messages.SampleRequest(
+            request_id="sample", prompt=np.arange(3), num_samples=2, params=messages.SamplingParams(max_tokens=4)
+        ),
+        messages.GetStatus(request_id="status"),
+    ]
+    training = messages.ForwardBackward(request_id="train", model_id="m", data=[ENGINE_DATUM], loss_fn="cross_entropy")
+    with EngineProcess(EngineConfig()) as engine:
+        began = time.perf_counter()
+        found = [engine.submit(command).result(60) for command in commands]
+        [trained] = engine.train(messages.TrainBatch(operations=[training]))
+        assert len(trained.result(60).logprobs[0]) == len(ENGINE_DATUM.tokens)
+        assert time.perf_counter() - began > 0.1  # it takes its time
+    assert [len(sequence.tokens) for sequence in found[4].sequences] == [4, 4]
+    assert is_whole(tmp_path / "saved")
