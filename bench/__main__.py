@@ -19,7 +19,7 @@ from bench.report import describe_machine, table
 from bench.rows import ROWS
 from bench.service.rows import ROWS as SERVICE_ROWS
 from bench.service.run import measure_service
-from bench.simulate import simulate
+from bench.simulation_report import simulate
 from bench.timing import say
 from lorimer.engine.config import Dtype
 
@@ -29,6 +29,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=["small", "smol", "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="smoke test with a minuscule model")
     parser.add_argument("--simulate", action="store_true", help="run the scheduler's core on a virtual clock instead")
+    parser.add_argument("--plot", type=Path, help="with --simulate: draw throughput and step times into this file")
     parser.add_argument("--service", action="store_true", help="load-test a server instead of the engine")
     rows_help = f"some of {','.join(ROWS)}; with --service of {','.join(SERVICE_ROWS)}"
     parser.add_argument("--rows", help=rows_help)
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     num_threads = options.threads or _num_cores()
     start = time.perf_counter()
     if options.simulate:
-        parts, has_succeeded = [describe_machine(num_threads), simulate(num_threads, options.quick)], True
+        parts, has_succeeded = [describe_machine(num_threads), simulate(num_threads, options.quick, options.plot)], True
     else:
         parts, has_succeeded = (load_service if options.service else race_engine)(options, num_threads)
     parts.append(f"Measured in {(time.perf_counter() - start) / 60:.0f} minutes.")

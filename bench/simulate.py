@@ -1,162 +1,75 @@
-"""``python -m bench --simulate``: the real scheduler core on a virtual clock, with thousands of tenants.
+"""The real scheduler cores and placement on a virtual clock, with thousands of tenants and up to dozens of replicas.
 
 Every tenant runs a loop: submit a batch and an optimiser step, wait for both, think, repeat. Every fifth tenant samples
-before it trains, and one in a hundred skips an operation and never sends it. The think time is set so that the tenants
-use the share `LOAD` of the engine. The engine computes nothing; its service times are first fitted to a real engine.
+before it trains, and one in a hundred leaves out an operation for good. The engines compute nothing; their service
+times are those of a real one. ``simulation_report.py`` chooses the loads and writes the tables.
 """
 
 import gc
 import heapq
 import itertools
+import math
 import random
-import statistics
-import tempfile
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-import numpy as np
-
-from bench.service.figures import percentile
-from bench.simulated import NOW, MemoryJournal, SimulatedEngine, SimulatedRun
-from bench.timing import say
+from bench.service_times import NUM_SEQUENCES, PROMPT_TOKENS, SAMPLED_TOKENS, ServiceTimes
+from bench.simulated import NOW, MemoryJournal, SimulatedRun
+from bench.simulated_replica import COMMIT_SECONDS, WAKEUP_SECONDS, Replica
 from lorimer import types
-from lorimer.engine import messages
-from lorimer.engine.config import EngineConfig
-from lorimer.engine.process import EngineProcess
-from lorimer.errors import Busy, LorimerError
+from lorimer.errors import Busy
 from lorimer.scheduler import events, journal, payloads
-from lorimer.scheduler.core import Core
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.runs import Operation
+from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, choose_for_sample, replica_name, sample_key
+from lorimer.scheduler.runs import Operation, Outcome, operation_of
 from lorimer.scheduler.samples import Sample
 from lorimer.store.sessions import Session
 
-NUM_TENANTS = (100, 1_000, 10_000)
-LOAD = 0.8
-"""Utilisation: the share of the engine's time that tenants request."""
-STEPS = 20_000
-"""Steps of all tenants in one simulation, at least `MIN_STEPS` of each."""
-MIN_STEPS = 4
-BATCH_TOKENS, SAMPLED_TOKENS, PROMPT_TOKENS = 512, 64, 64
-SAMPLES = 8
-USERS_SHARE = 0.5
-"""Users per tenant: some users have several runs."""
 STUCK_SHARE, SAMPLING_SHARE = 0.01, 0.2
-DEATHS = 5
-"""Engine deaths in the middle of a simulation."""
-COMMIT_SECONDS, READ_SECONDS, START_SECONDS = 0.001, 0.0005, 5.0
-INFO = messages.ModelInfo(
-    model_name="m", directory="", architecture="", vocab_size=100, max_context=4096, num_parameters=1, dtype="float32",
-    device="cpu", token_budget=4096, eos_token_ids=[], target_modules=[],
-)  # fmt: skip
+LEASE_SECONDS = 10.0
+"""How long a replica whose process has ended waits for another process to take it over."""
+RENEW_SECONDS, REFRESH_SECONDS = 2.0, 1.0
+"""How often an owner publishes its load, and an API replica reads it."""
 SESSION = Session("s", "u", None, None, [], {}, None, NOW, NOW, "active", None, None)
 """The in-memory journal ignores it."""
 
 
-@dataclass(frozen=True)
-class ServiceTimes:
-    """Seconds of engine time."""
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    num_tenants: int
+    num_steps: int
+    """Steps of all tenants that are counted, after the warm-up."""
+    num_replicas: int = 0
+    """Replicas in processes of their own; 0 is a server of one process with one replica."""
+    load: float | None = 0.8
+    """The share of the engines' time that tenants ask for; None: they never pause."""
+    batch_tokens: int = 512
+    runs_per_user: int = 2
+    deaths: int = 0
+    """How many engines end; with ``num_replicas`` whole processes, which others take over."""
+    seed: int = 0
 
-    batch: float
-    token: float
-    adapter: float
-    step: float
-    save: float
-    load: float
-    sample_token: float
-    """Time of one decoding step for all sequences together."""
-
-    def cost_of_step(self, is_sampling: float, is_moving: bool = False) -> float:
-        """Return what a step of a tenant takes alone, if it samples before; ``is_moving``: its run is brought in."""
-        training = self.batch + BATCH_TOKENS * self.token + self.adapter + self.step
-        sampling = is_sampling * SAMPLED_TOKENS * self.sample_token
-        return training + sampling + (self.save + self.load if is_moving else 0.0)
-
-
-def fit(num_threads: int) -> ServiceTimes:
-    """Measure an engine that serves the bundled model."""
-    config = EngineConfig(num_threads=num_threads, dtype="float32")
-    with EngineProcess(config) as engine, tempfile.TemporaryDirectory() as folder:
-        engine.ready.result()
-        numbers = itertools.count()
-        for run in range(8):
-            engine.submit(
-                messages.CreateRun(request_id=f"c{run}", model_id=f"m{run}", lora=messages.LoraConfig(rank=32))
-            ).result()
-
-        def batch(num_runs: int, tokens: int) -> None:
-            operations: list[messages.ForwardBackward | messages.EncodedForwardBackward] = [
-                messages.ForwardBackward(
-                    request_id=f"t{next(numbers)}", model_id=f"m{run}", data=_data(tokens), loss_fn="cross_entropy"
-                )
-                for run in range(num_runs)
-            ]
-            for future in engine.train(messages.TrainBatch(operations=operations)):
-                future.result()
-
-        def send(make: Callable[[str], messages.Command]) -> Callable[[], object]:
-            return lambda: engine.submit(make(f"x{next(numbers)}")).result()
-
-        rows, seconds = [], []
-        for num_runs, tokens in itertools.product((1, 2, 4, 8), (64, 256, 512)):
-            rows.append([1.0, num_runs * tokens, num_runs])
-            seconds.append(_median(lambda: batch(num_runs, tokens)))  # noqa: B023 (called here)
-        (fixed, token, adapter), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)
-        state = str(Path(folder) / "state")
-        engine.submit(messages.SaveState(request_id="state", model_id="m0", directory=state)).result()
-        params = messages.SamplingParams(max_tokens=SAMPLED_TOKENS, seed=1)
-        prompt = np.arange(2, 2 + PROMPT_TOKENS, dtype="i4")
-        return ServiceTimes(
-            batch=max(float(fixed), 1e-4),
-            token=max(float(token), 1e-7),
-            adapter=max(float(adapter), 0.0),
-            step=_median(send(lambda name: messages.OptimStep(request_id=name, model_id="m0"))),
-            save=_median(
-                send(lambda name: messages.SaveState(request_id=name, model_id="m0", directory=f"{folder}/{name}"))
-            ),
-            load=_median(send(lambda name: messages.LoadState(request_id=name, model_id="m1", directory=state))),
-            sample_token=_median(
-                send(
-                    lambda name: messages.SampleRequest(
-                        request_id=name, prompt=prompt, num_samples=SAMPLES, params=params
-                    )
-                )
-            )
-            / SAMPLED_TOKENS,
-        )
-
-
-def _data(tokens: int) -> list[messages.Datum]:
-    ids = np.arange(tokens, dtype="i4") % 50 + 2
-    return [messages.Datum(tokens=ids, loss_fn_inputs={"target_tokens": ids, "weights": np.ones(tokens, "f4")})]
-
-
-def _median(call: Callable[[], object], repeats: int = 5) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    @property
+    def num_engines(self) -> int:
+        return max(1, self.num_replicas)
 
 
 @dataclass(eq=False)
 class Tenant:
     number: int
     user_id: str
-    steps_left: int
     is_sampling: bool
     is_stuck: bool
     next_seq: int = 1
     waiting_for: set[int] = field(default_factory=set)
-    """seq_ids of the operations, or sequence numbers of the samples, of the step under way."""
+    """seq_ids of the operations of the step under way."""
     step_began: float = 0.0
-    durations: list[float] = field(default_factory=list)
+    train_began: float = 0.0
+    place: str = ""
+    """The replica of its last operation."""
+    sample_place: str = ""
+    """The replica of its last sample."""
 
     @property
     def session_id(self) -> str:
@@ -167,143 +80,205 @@ class Tenant:
         return f"s{self.number}:train:0"
 
 
-@dataclass
-class Figures:
-    num_tenants: int
-    num_steps: int
-    p50: float
-    p99: float
-    fairness: float
-    """Jain's fairness index of the slowdown of the tenants' steps: 1 if all are slowed down equally."""
-    replayed: float
-    """Share of the engine's operations that were replayed or retried."""
-    idle: float
-    """Share of the time in which the engine was idle."""
+@dataclass(frozen=True)
+class Step:
+    """One step of a tenant, from its first request to its last result."""
+
+    tenant: int
+    places: tuple[str, str]
+    """The replicas that trained and sampled."""
+    began: float
+    train_began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened between the warm-up and the end."""
+
+    workload: Workload
+    began: float
+    ended: float
+    steps: list[Step]
+    unfinished: list[Step]
+    """Steps under way at the end."""
+    stuck: frozenset[int]
+    """Tenants that left out an operation."""
+    busy_seconds: float
+    """Of all engines."""
+    num_computed: int
+    num_replayed: int
+    num_loads: int
+    """How often a run was brought into an engine."""
+    num_moves: int
+    """How often a run changed its replica."""
+    dead: frozenset[str]
+    """Replicas that died."""
     core_seconds: float
     num_events: int
     num_operations: int
-    num_moves: int
+
+
+@dataclass
+class View:
+    """What an API replica knows of a replica, as `RemoteReplica` does."""
+
+    place: str
+    known: Load
+    num_placed: int = 0
+    """Runs placed there since its load was read."""
+
+    def load(self) -> Load:
+        return replace(self.known, num_runs=self.known.num_runs + self.num_placed)
 
 
 class Simulation:
-    """One core, one engine after another, and a heap of future events."""
+    """Tenants, replicas, one journal, and a heap of future events."""
 
-    def __init__(
-        self, num_tenants: int, times: ServiceTimes, *, deaths: int = 0, num_steps: int | None = None, seed: int = 0
-    ) -> None:
-        """``num_steps`` is of each tenant; ``deaths`` engines end in the middle."""
-        self.times, self.random = times, random.Random(seed)
-        self.core = Core("m", SchedulerLimits(), Path("/data/weights"), Path("/data/snapshots"), seed)
+    def __init__(self, workload: Workload, times: ServiceTimes) -> None:
+        self.workload, self.times = workload, times
+        self.random = random.Random(workload.seed)
         self.journal = MemoryJournal()
         self.disk: dict[str, SimulatedRun] = {}
-        self.engine: SimulatedEngine | None = None
-        self.now = 0.0
-        cost = times.cost_of_step(SAMPLING_SHARE, num_tenants > self.core.limits.max_loaded_runs)
-        self.think_seconds = num_tenants * cost / LOAD - cost
-        steps = num_steps or max(MIN_STEPS, STEPS // num_tenants)
-        num_users = max(1, round(num_tenants * USERS_SHARE))
-        self.tenants = [
-            Tenant(
-                number,
-                f"u{number % num_users}",
-                steps,
-                self.random.random() < SAMPLING_SHARE,
-                self.random.random() < STUCK_SHARE,
-            )
-            for number in range(num_tenants)
-        ]
-        self._at_work = [tenant for tenant in self.tenants if not tenant.is_stuck]
-        self._lanes: dict[str, Tenant] = {}
-        for tenant in self.tenants:
-            self._lanes[tenant.model_id] = self._lanes[f"{tenant.session_id}:models"] = tenant
+        self.now = self.core_seconds = 0.0
+        self.num_events = self.num_computed = self.num_replayed = self.num_loads = 0
+        self._num_moves = self._num_requests = self._num_created = self._num_steps = 0
+        self.due: dict[Replica, None] = {}
+        """Replicas with events."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._inbox: list[events.Event] = []
-        self._commits: deque[journal.Transaction] = deque()
-        self._commands: deque[list[tuple[messages.Command | Operation, events.ReplyTo]]] = deque()
-        self._is_engine_busy = self._is_commit_due = False
-        self._generation = 0
-        self.busy_seconds = self.core_seconds = 0.0
-        self.num_events = self.num_computed = self.num_replayed = self.num_moves = self.num_requests = 0
-        self._deaths = deaths
+        self.replicas = {
+            place: Replica(place, self)
+            for place in (replica_name("m", number) for number in range(workload.num_engines))
+        }
+        self._views = [View(place, replica.reported) for place, replica in self.replicas.items()]
+        self._think_seconds = self._choose_think_seconds()
+        self._creation_seconds = 1.25 * workload.num_tenants * (times.create + times.save) / workload.num_engines
+        self.tenants = self._make_tenants()
+        self._lanes = {tenant.model_id: tenant for tenant in self.tenants}
+        self._samples: dict[str, Sample] = {}
+        self._steps: list[Step] = []
+        self._began: Record | None = None
+        """The counts at the end of the warm-up."""
+        self._dead: list[str] = []
+
+    def _choose_think_seconds(self) -> float:
+        load, times = self.workload, self.times
+        if load.load is None:
+            return 0.0
+        cost = times.train(load.batch_tokens, 1) + times.step + SAMPLING_SHARE * SAMPLED_TOKENS * times.decode
+        if load.num_tenants > load.num_engines * SchedulerLimits().max_loaded_runs:
+            cost += times.save + times.create + times.load
+        return load.num_tenants * cost / (load.num_engines * load.load) - cost
+
+    def _make_tenants(self) -> list[Tenant]:
+        count, chance = self.workload.num_tenants, self.random
+        num_users = math.ceil(count / self.workload.runs_per_user)
+        return [
+            Tenant(number, f"u{number % num_users}", chance.random() < SAMPLING_SHARE, chance.random() < STUCK_SHARE)
+            for number in range(count)
+        ]
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
     def at(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now + seconds, next(self._order), call))
 
-    def run(self) -> Figures:
+    def run(self) -> Record:
+        load = self.workload
         for tenant in self.tenants:
-            self.at(self.random.random() * self.think_seconds, partial(self._create, tenant))
-        expected = self.think_seconds * (self.tenants[0].steps_left + 1)
-        for number in range(self._deaths):
-            self.at(expected * (number + 1) / (self._deaths + 1), self._kill_engine)
+            self.at(self.random.random() * self._creation_seconds, partial(self._create, tenant))
+        for replica in self.replicas.values():
+            self._repeat(RENEW_SECONDS, replica.publish_load)
+        self._repeat(REFRESH_SECONDS, self._refresh)
         gc.collect()
         gc.freeze()
-        while self._heap and self._is_anybody_at_work():
+        while self._began is None or self._num_steps < load.num_steps:
             self.now, _, call = heapq.heappop(self._heap)
             call()
-            while self._heap and self._heap[0][0] <= self.now:
+            while self._heap[0][0] <= self.now:
                 heapq.heappop(self._heap)[2]()
-            self._turn()
+            while self.due:
+                for replica in list(self.due):
+                    del self.due[replica]
+                    replica.turn()
         gc.unfreeze()
-        return self._figures()
+        return self._since(self._began)
 
-    def _is_anybody_at_work(self) -> bool:
-        while self._at_work and not self._at_work[-1].steps_left:
-            self._at_work.pop()
-        return bool(self._at_work)
+    def _repeat(self, seconds: float, call: Callable[[], None]) -> None:
+        def again() -> None:
+            call()
+            self.at(seconds, again)
 
-    def _turn(self) -> None:
-        while self._inbox:
-            happened, self._inbox = self._inbox, []
-            self.num_events += len(happened)
-            began = time.perf_counter()
-            effects = self.core.handle(happened, self.now)
-            self.core_seconds += time.perf_counter() - began
-            for effect in effects:
-                self._perform(effect)
+        self.at(self.random.random() * seconds, again)
+
+    def _refresh(self) -> None:
+        for view in self._views:
+            view.known, view.num_placed = self.replicas[view.place].reported, 0
 
     # ── tenants ───────────────────────────────────────────────────────────────────────────────────────
 
     def _create(self, tenant: Tenant) -> None:
+        chosen = choose_for_run(self._views, self.random)
+        chosen.num_placed += 1
         creation = self._operation(
             tenant, f"{tenant.session_id}:models", 0, "create_model", payloads.encode_payload(payloads.CreateModel())
         )
+        creation.place = tenant.place = chosen.place
+        self._lanes[creation.lane] = tenant
         values = journal.RunValues("m", 32, 0, True, True, True, {}, "adamw")
-        self._inbox.append(events.CreateSubmitted(journal.AcceptRun(creation, SESSION, values, 10)))
+        accept = journal.AcceptRun(creation, SESSION, values, 10)
+        if self.workload.num_replicas:
+            self._commit(accept)
+        else:
+            self.replicas[chosen.place].post(events.CreateSubmitted(accept))
 
     def _operation(
         self, tenant: Tenant, lane: str, seq_id: int, kind: str, payload: bytes, tokens: int = 0
     ) -> Operation:
-        self.num_requests += 1
+        self._num_requests += 1
         return Operation(
-            f"r{self.num_requests}", tenant.user_id, tenant.session_id, "m", lane, seq_id, kind, tokens, payload
+            f"r{self._num_requests}", tenant.user_id, tenant.session_id, "m", lane, seq_id, kind, tokens, payload
         )
 
     def _begin_step(self, tenant: Tenant) -> None:
-        tenant.step_began = self.now
+        tenant.step_began, tenant.sample_place = self.now, ""
         if tenant.is_sampling:
-            self._submit_sample(tenant)
+            self._sample(tenant)
         else:
             self._train(tenant)
 
-    def _submit_sample(self, tenant: Tenant) -> None:
-        self.num_requests += 1
+    def _sample(self, tenant: Tenant) -> None:
+        self._num_requests += 1
         params = types.SamplingParams(max_tokens=SAMPLED_TOKENS, seed=1)
         request = types.SampleRequest(
-            num_samples=SAMPLES, prompt=types.ModelInput.from_ints([1]), sampling_params=params,
-            seq_id=self.num_requests,
+            num_samples=NUM_SEQUENCES, prompt=types.ModelInput.from_ints([1]), sampling_params=params,
+            seq_id=self._num_requests,
         )  # fmt: skip
+        place = choose_for_sample(self._views, sample_key(tenant.user_id, None, request.prompt)).place
         sample = Sample(
-            f"r{self.num_requests}", tenant.user_id, tenant.session_id, "m", tenant.model_id + ":sampler",
-            self.num_requests, "sample", tokens=PROMPT_TOKENS, payload=b"sample", request=request, weights_id=None,
+            f"r{self._num_requests}", tenant.user_id, tenant.session_id, "m", tenant.model_id + ":sampler",
+            self._num_requests, "sample", tokens=PROMPT_TOKENS, payload=b"sample", request=request, weights_id=None,
+            place=place,
         )  # fmt: skip
-        self._lanes.setdefault(sample.lane, tenant)
-        self._inbox.append(events.Submitted(sample))
+        tenant.sample_place = place
+        self._lanes[sample.lane] = tenant
+        self._samples[sample.request_id] = sample
+        if self.workload.num_replicas:
+            self._commit(journal.Accept(sample))
+        else:
+            self.replicas[place].post(events.Submitted(sample))
 
     def _train(self, tenant: Tenant) -> None:
         run = self.journal.runs[tenant.model_id]
+        place = run.replica
+        if place is None:
+            chosen = choose_for_run(self._views, self.random)
+            chosen.num_placed += 1
+            place = chosen.place
+            self._num_moves += place != tenant.place
+        tenant.place = place
+        tenant.train_began = self.now
         if tenant.is_stuck and tenant.next_seq > 1:
             tenant.next_seq += 1  # the operation that never arrives
         first = tenant.next_seq
@@ -311,187 +286,148 @@ class Simulation:
         tenant.waiting_for = {first, first + 1}
         step = payloads.encode_payload(payloads.OptimStep(params={"seq_id": float(first + 1)}))
         for seq_id, kind, payload, tokens in (
-            (first, "forward_backward", b"data", BATCH_TOKENS),
+            (first, "forward_backward", b"data", self.workload.batch_tokens),
             (first + 1, "optim_step", step, 0),
         ):
             operation = self._operation(tenant, tenant.model_id, seq_id, kind, payload, tokens)
-            self._inbox.append(events.Submitted(operation, run))
+            operation.place = place
+            if self.workload.num_replicas:
+                self._commit(AcceptAt(operation, SchedulerLimits()))
+            else:
+                self.replicas[place].post(events.Submitted(operation, run))
 
-    def _resolved(self, operation: Operation) -> None:
+    def resolved(self, operation: Operation, outcome: Outcome) -> None:
         tenant = self._lanes[operation.lane]
+        assert tenant.is_stuck or outcome.state == "done", f"{operation.kind} of {operation.lane}: {outcome.error}"
         if operation.kind == "create_model":
+            self._num_created += 1
             self.at(self._think(), lambda: self._begin_step(tenant))
         elif operation.kind == "sample":
+            del self._samples[operation.request_id]
             self._train(tenant)
         else:
             tenant.waiting_for.discard(operation.seq_id)
-            if not tenant.waiting_for and tenant.steps_left:
-                tenant.durations.append(self.now - tenant.step_began)
-                tenant.steps_left -= 1
+            if not tenant.waiting_for:
+                self._end_step(tenant)
                 self.at(self._think(), lambda: self._begin_step(tenant))
 
+    def _end_step(self, tenant: Tenant) -> None:
+        load = self.workload
+        self._num_steps += not tenant.is_stuck
+        if self._began is not None:
+            self._steps.append(self._step(tenant))
+            if len(self._dead) < load.deaths and self._num_steps >= load.num_steps * (len(self._dead) + 1) / (
+                load.deaths + 1
+            ):
+                self._kill()
+        elif self._is_warm():
+            self._num_steps = 0
+            self._began = self._since(None)
+
+    def _is_warm(self) -> bool:
+        """Return whether all runs were created and what that delayed is over."""
+        load = self.workload
+        if self._num_created < load.num_tenants or self.now < 2 * self._creation_seconds:
+            return False
+        return load.load is not None or self._num_steps >= load.num_tenants
+
+    def _step(self, tenant: Tenant) -> Step:
+        places = tenant.place, tenant.sample_place
+        return Step(tenant.number, places, tenant.step_began, tenant.train_began, self.now)
+
     def _think(self) -> float:
-        return self.random.expovariate(1 / self.think_seconds) if self.think_seconds else 0.0
+        return self.random.expovariate(1 / self._think_seconds) if self._think_seconds else 0.0
 
-    # ── effects ───────────────────────────────────────────────────────────────────────────────────────
+    def refused(self, operation: Operation, error: Exception) -> None:
+        assert isinstance(error, Busy), error
+        replica = self.replicas[operation.place or ""]
+        run = None if operation.kind == "sample" else self.journal.runs[operation.lane]
+        self.at(1.0, lambda: replica.post(events.Submitted(operation, run)))  # the client retries
 
-    def _perform(self, effect: events.Effect) -> None:  # noqa: C901 (one case for each effect)
-        match effect:
-            case events.Commit(transaction=transaction) if transaction.only_reads:
-                self.at(READ_SECONDS, lambda: self._apply(transaction))
-            case events.Commit(transaction=transaction):
-                self._commits.append(transaction)
-                if not self._is_commit_due:
-                    self._is_commit_due = True
-                    self.at(COMMIT_SECONDS, self._commit)
-            case events.Send(command=command, to=to):
-                self._commands.append([(command, to)])
-                self._compute()
-            case events.SendBatch(operations=operations):
-                self._commands.append([(one, _reply_to(one)) for one in operations])
-                self._compute()
-            case events.SendEarly(operation=operation, flight=flight):
-                self._commands.append([(operation, events.OperationReply(operation, flight))])
-                self._compute()
-            case events.SendSample(operation=sample):
-                self._commands.append([(sample, _reply_to(sample))])
-                self._compute()
-            case events.Refuse(operation=operation, error=Busy()):  # the client retries
-                run = None if operation.kind == "sample" else self.journal.runs[operation.lane]
-                self.at(1.0, lambda: self._inbox.append(events.Submitted(operation, run)))
-            case events.Resolve(operation=operation):
-                self._resolved(operation)
-            case events.SetTimer(timer=timer, seconds=seconds):
-                self.at(seconds, lambda: self._inbox.append(events.TimerFired(timer)))
-            case events.StartEngine():
-                self._start_engine()
-            case events.Verify(model_id=model_id, name=name):
-                self.at(READ_SECONDS, lambda: self._inbox.append(events.Verified(model_id, name, name in self.disk)))
-            case events.Discard(names=names):
-                for name in names:
-                    self.disk.pop(name, None)
+    # ── the API replica, when replicas have processes of their own ────────────────────────────────────
 
-    def _commit(self) -> None:
-        """Commit all pending transactions together."""
-        self._is_commit_due = False
-        gathered, self._commits = self._commits, deque()
-        for transaction in gathered:
-            self._apply(transaction)
+    def _commit(self, transaction: journal.Transaction) -> None:
+        self.at(COMMIT_SECONDS, lambda: self._accept(transaction))
 
-    def _apply(self, transaction: journal.Transaction) -> None:
-        try:
-            self._inbox.append(events.Committed(transaction, self.journal.apply(transaction)))
-        except LorimerError as error:
-            self._inbox.append(events.CommitFailed(transaction, error))
+    def _accept(self, transaction: journal.Transaction) -> None:
+        """Commit a request, and wake its owner."""
+        self.journal.apply(transaction)
+        operation = transaction.operation  # type: ignore[attr-defined]
+        self.at(WAKEUP_SECONDS, lambda: self._arrive(operation))
 
-    # ── the engine ────────────────────────────────────────────────────────────────────────────────────
+    def _arrive(self, operation: Operation) -> None:
+        assert operation.place is not None
+        is_creation = operation.kind == "create_model"
+        model_id = f"{operation.session_id}:train:{operation.seq_id}" if is_creation else operation.lane
+        run = None if isinstance(operation, Sample) else self.journal.runs[model_id]
+        self.replicas[operation.place].post(events.Arrived(operation, run, is_creation))
 
-    def _start_engine(self) -> None:
-        generation = self._generation
+    # ── deaths ────────────────────────────────────────────────────────────────────────────────────────
 
-        def ready() -> None:
-            if generation == self._generation and self.engine is None:
-                self.engine = SimulatedEngine(self.disk)
-                self._inbox.append(events.EngineReady(INFO))
+    def _kill(self) -> None:
+        """End the process of the next replica, or the only engine of a single server."""
+        places = list(self.replicas)
+        place = places[len(self._dead) * len(places) // self.workload.deaths % len(places)]
+        self._dead.append(place)
+        replica = self.replicas[place]
+        if not self.workload.num_replicas:
+            replica.kill_engine()
+        elif replica.is_alive:
+            replica.end()
+            self.at(LEASE_SECONDS, lambda: self._take_over(replica))
 
-        self.at(START_SECONDS, ready)
+    def _take_over(self, replica: Replica) -> None:
+        """Begin again with what the journal has, as ``scheduler/recovery.py`` does."""
+        replica.begin()
+        replica.start_engine()
+        for row in self.journal.unfinished():
+            if row.place != replica.place:
+                continue
+            if row.kind == "sample":
+                self._arrive(replace(self._samples[row.request_id], status="received", flight=None, deaths=0))
+                continue
+            operation = operation_of(row, "m")
+            if row.kind == "create_model":
+                operation.payload = self.journal.payloads[row.request_id]
+            self._arrive(operation)
 
-    def _kill_engine(self) -> None:
-        if self.engine is None:
-            return
-        self._generation += 1
-        self.engine, self._is_engine_busy = None, False
-        self._commands.clear()
-        self._inbox.append(events.EngineEnded("killed"))
-        self._start_engine()
+    # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 
-    def _compute(self) -> None:
-        """Let the engine take its next command, or all pending samples."""
-        if self._is_engine_busy or not self._commands or self.engine is None:
-            return
-        taken = self._commands.popleft()
-        if isinstance(taken[0][0], Sample):
-            while self._commands and isinstance(self._commands[0][0][0], Sample):
-                taken += self._commands.popleft()
-        seconds = self._seconds(taken)
-        self._is_engine_busy, self.busy_seconds = True, self.busy_seconds + seconds
-        generation = self._generation
-        self.at(seconds, lambda: self._reply(taken, generation))
-
-    def _seconds(self, taken: list[tuple[messages.Command | Operation, events.ReplyTo]]) -> float:
-        times = self.times
-        match taken[0][0]:
-            case Sample():
-                return SAMPLED_TOKENS * times.sample_token * (1 + len(taken) / 16)
-            case Operation():
-                operations = [one for one, _ in taken if isinstance(one, Operation)]
-                self.num_computed += len(operations)
-                self.num_replayed += sum(one.is_replay for one in operations)
-                lanes = {one.lane for one in operations}
-                return times.batch + times.token * sum(one.tokens for one in operations) + times.adapter * len(lanes)
-            case messages.SaveState():
-                return times.save
-            case messages.LoadState() | messages.CreateRun():
-                self.num_moves += 1
-                return times.load
-            case messages.OptimStep():
-                return times.step
-        return 0.0
-
-    def _reply(self, taken: list[tuple[messages.Command | Operation, events.ReplyTo]], generation: int) -> None:
-        if generation != self._generation or self.engine is None:
-            return
-        self._is_engine_busy = False
-        for command, to in taken:
-            self._inbox.append(events.Replied(to, self.engine.run(command)))
-        self._compute()
-
-    def _figures(self) -> Figures:
-        active = [tenant for tenant in self.tenants if not tenant.is_stuck]
-        durations = [seconds for tenant in active for seconds in tenant.durations]
-        alone = self.times.cost_of_step(is_sampling=0.0), self.times.cost_of_step(is_sampling=1.0)
-        means = [statistics.fmean(tenant.durations) / alone[tenant.is_sampling] for tenant in active]
-        return Figures(
-            num_tenants=len(self.tenants),
-            num_steps=len(durations),
-            p50=percentile(durations, 50),
-            p99=percentile(durations, 99),
-            fairness=sum(means) ** 2 / (len(means) * sum(mean**2 for mean in means)),
-            replayed=self.num_replayed / max(self.num_computed, 1),
-            idle=1 - self.busy_seconds / self.now,
-            core_seconds=self.core_seconds,
-            num_events=self.num_events,
-            num_operations=self.num_requests,
-            num_moves=self.num_moves,
+    def _since(self, before: Record | None) -> Record:
+        counts = {
+            "busy_seconds": sum(replica.busy_seconds for replica in self.replicas.values()),
+            "num_computed": self.num_computed,
+            "num_replayed": self.num_replayed,
+            "num_loads": self.num_loads,
+            "num_moves": self._num_moves,
+            "core_seconds": self.core_seconds,
+            "num_events": self.num_events,
+            "num_operations": self._num_requests,
+        }
+        if before is not None:
+            counts = {name: value - getattr(before, name) for name, value in counts.items()}
+        stuck = frozenset(tenant.number for tenant in self.tenants if tenant.is_stuck)
+        return Record(
+            workload=self.workload,
+            began=self.now if before is None else before.ended,
+            ended=self.now,
+            steps=[step for step in self._steps if step.tenant not in stuck],
+            unfinished=[self._step(one) for one in self.tenants if one.waiting_for and not one.is_stuck],
+            stuck=stuck,
+            dead=frozenset(self._dead),
+            **counts,  # type: ignore[arg-type]
         )
 
-
-def _reply_to(operation: Operation) -> events.ReplyTo:
-    assert operation.flight is not None
-    return events.OperationReply(operation, operation.flight)
-
-
-def simulate(num_threads: int, is_quick: bool) -> str:
-    """Return the report: the times of a real engine, and a row for each number of tenants."""
-    say("measuring an engine that serves the bundled model")
-    times = fit(num_threads)
-    lines = [
-        f"Service times, fitted to an engine with lorimer/tiny: a pass {1e3 * times.batch:.2f} ms "
-        f"+ {1e6 * times.token:.1f} µs a token + {1e3 * times.adapter:.2f} ms an adapter; an optimiser step "
-        f"{1e3 * times.step:.2f} ms; save {1e3 * times.save:.1f} ms, load {1e3 * times.load:.1f} ms; "
-        f"{SAMPLES} sequences decode a token in {1e3 * times.sample_token:.2f} ms.",
-        "",
-        "| tenants | engine deaths | steps | step p50 | step p99 | Jain | replayed | idle | runs moved "
-        "| core, µs an event | µs an operation |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for num_tenants, deaths in itertools.product(NUM_TENANTS[:1] if is_quick else NUM_TENANTS, (0, DEATHS)):
-        say(f"simulating {num_tenants} tenants, {deaths} engine deaths")
-        found = Simulation(num_tenants, times, deaths=deaths).run()
-        lines.append(
-            f"| {num_tenants:,} | {deaths} | {found.num_steps:,} | {found.p50:.3f} s | {found.p99:.3f} s "
-            f"| {found.fairness:.3f} | {found.replayed:.1%} | {found.idle:.0%} | {found.num_moves:,} "
-            f"| {1e6 * found.core_seconds / found.num_events:.1f} "
-            f"| {1e6 * found.core_seconds / found.num_operations:.1f} |"
-        )
-    return "\n".join(lines)
+    def check_weights(self) -> int:
+        """Check that no operation of a run in an engine was lost, doubled or reordered. Return how many were found."""
+        num_operations = 0
+        for replica in self.replicas.values():
+            for run in replica.core.held.values():
+                if replica.engine is None or run.phase != "loaded" or run.replays:
+                    continue
+                state = replica.engine.runs[run.model_id]
+                applied = [seq_id for _, seq_id in [*state.applied, *state.gradient]]
+                if not self._lanes[run.model_id].is_stuck:
+                    assert applied == list(range(1, len(applied) + 1)), f"{run.model_id} has {applied}"
+                num_operations += len(applied)
+        return num_operations

@@ -93,6 +93,14 @@ class MemoryJournal:
             raise InvalidInput("another kind")
         return row, is_new
 
+    def _AcceptAt(self, transaction: placement.AcceptAt) -> tuple[FutureRow, bool]:
+        operation = transaction.operation
+        run = self.runs[operation.lane]
+        if run.replica is None:
+            run = self.runs[run.model_id] = replace(run, replica=operation.place)
+        operation.place = run.replica
+        return self._insert(operation)
+
     def _AcceptRun(self, transaction: journal.AcceptRun) -> tuple[Run, FutureRow, bool]:
         operation, values = transaction.operation, transaction.values
         model_id = f"{operation.session_id}:train:{operation.seq_id}"
@@ -247,9 +255,9 @@ class SimulatedRun:
 class SimulatedEngine:
     """Executes commands sequentially; its directories survive a kill."""
 
-    def __init__(self, disk: dict[str, SimulatedRun]) -> None:
-        self.disk = disk
-        """Saved runs by directory name."""
+    def __init__(self, disk: dict[str, SimulatedRun], save_seconds: float = 0.01) -> None:
+        """``disk`` has the saved runs by directory name; ``save_seconds`` is what the engine says that saving took."""
+        self.disk, self.save_seconds = disk, save_seconds
         self.runs: dict[str, SimulatedRun] = {}
         self.samplers: set[str] = set()
 
@@ -280,7 +288,7 @@ class SimulatedEngine:
                 return messages.StepResult(metrics={})
             case messages.SaveState(model_id=model_id, directory=directory):
                 self.disk[name_of(directory)] = self._run_of(model_id).copy()
-                return messages.StateResult(seconds=0.01)
+                return messages.StateResult(seconds=self.save_seconds)
             case messages.LoadState(model_id=model_id, directory=directory):
                 if name_of(directory) not in self.disk:
                     raise CheckpointError(f"{name_of(directory)} is missing")

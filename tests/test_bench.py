@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,13 +21,22 @@ from bench.profiling import profile_ours
 from bench.report import AIMS, Line
 from bench.rows import ROWS
 from bench.service import figures
+from bench.service.client import ENGINE_DATUM
 from bench.service.figures import Figure, percentile
 from bench.service.http import HttpError, HttpPool
 from bench.service.rows import ROWS as SERVICE_ROWS
 from bench.service.rows import growth_figure
 from bench.service.server import disk_bytes
-from bench.simulate import ServiceTimes, Simulation
+from bench.service_times import ServiceTimes
+from bench.simulate import Simulation, Step, Workload
+from bench.simulated_engine import TIMES
+from bench.simulation_report import Figures, check, figures_of, max_turns
 from bench.timing import Contestant, compete
+from lorimer.engine import messages
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.process import PROGRAM, EngineProcess
+from lorimer.store.manifests import is_whole
+from tests.cluster.installation import missing_programs
 
 SFT = workloads.sft_data(QUICK.sizes.sft_lengths, QUICK.vocab_size, seed=5)
 RL = workloads.rl_data(4, 12, 4, QUICK.vocab_size, seed=5)
@@ -186,6 +196,8 @@ def test_rows_belong_to_the_service_or_to_the_engine(capsys, arguments, message)
 @pytest.mark.slow
 def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     """Every row of the service, end to end; what it measures is not looked at, what it counts is."""
+    if missing := missing_programs():
+        pytest.skip(missing)
     output = tmp_path / "table.md"
     assert main(["--service", "--quick", "--threads", "1", "--output", str(output)]) == 0
     lines = [line.strip("| ").split(" | ") for line in output.read_text("utf-8").splitlines() if line.startswith("| ")]
@@ -194,7 +206,7 @@ def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     assert {len(row) for row in rows} == {len(header)}
     assert {row[3] for row in rows} - {"-"} == {str(aim) for aim in figures.AIMS.values()}
     assert [row[1] for row in rows if row[0].endswith(": lost")] == ["0"] * 5
-    assert len(rows) == 2 * len(SERVICE_ROWS) + 6
+    assert len(rows) == 2 * len(SERVICE_ROWS) + 9
     gc.collect()
 
 
@@ -318,31 +330,92 @@ def test_disk_bytes_counts_what_files_occupy(tmp_path):
     assert 100_000 <= disk_bytes(tmp_path) < 200_000
 
 
+TIMES_OF_ENGINE = ServiceTimes(
+    batch=0.01, token=2e-4, adapter=1e-3, step=0.01, create=0.02, save=0.05, load=0.03, decode=0.01, decode_more=0.001
+)
+
+
 def calls_per_event(num_tenants: int, num_steps: int) -> float:
     """Simulate tenants and count the calls of functions in the scheduler's core, for each event it handles."""
-    times = ServiceTimes(0.01, 2e-4, 1e-3, 0.01, 0.05, 0.03, 0.01)
-    simulation = Simulation(num_tenants, times, deaths=1, num_steps=num_steps)
-    handle, num_calls = simulation.core.handle, 0
+    simulation = Simulation(Workload(num_tenants=num_tenants, num_steps=num_steps, deaths=1), TIMES_OF_ENGINE)
+    [replica] = simulation.replicas.values()
+    handle, num_calls, num_events = replica.core.handle, 0, 0
 
     def count(frame, event, argument):
         nonlocal num_calls
         num_calls += event == "call"
 
     def counted(happened, now):
+        nonlocal num_events
+        num_events += len(happened)
         sys.setprofile(count)
         try:
             return handle(happened, now)
         finally:
             sys.setprofile(None)
 
-    simulation.core.handle = counted
+    replica.core.handle = counted
     found = simulation.run()
-    assert found.num_steps == num_steps * sum(not tenant.is_stuck for tenant in simulation.tenants)
-    assert found.replayed > 0
-    return num_calls / found.num_events
+    assert len(found.steps) == num_steps
+    assert found.num_replayed > 0
+    assert simulation.check_weights() > 0
+    return num_calls / num_events
 
 
 @pytest.mark.service
 def test_the_cost_of_an_event_does_not_grow_with_the_number_of_tenants():
-    few, many = calls_per_event(128, 6), calls_per_event(1024, 2)
+    few, many = calls_per_event(128, 768), calls_per_event(1024, 2048)
     assert many < 1.25 * few
+
+
+def simulate_replicas(num_replicas: int, deaths: int) -> Figures:
+    load = Workload(
+        num_tenants=160, num_steps=400, num_replicas=num_replicas, load=None, deaths=deaths, runs_per_user=1
+    )
+    simulation = Simulation(load, TIMES_OF_ENGINE)
+    record = simulation.run()
+    assert simulation.check_weights() > 0
+    return figures_of(record)
+
+
+@pytest.mark.service
+def test_replicas_share_the_work_evenly_and_a_death_delays_only_its_own_runs():
+    found = [simulate_replicas(replicas, deaths) for replicas in (1, 2) for deaths in (0, 1)]
+    assert [(text, value) for text, value, _, holds in check(found) if not holds] == []
+    assert all(one.num_loads for one in found)  # more runs than fit into the engines
+    assert all(bool(one.replayed) is bool(one.workload.deaths) for one in found)
+
+
+def test_turns_count_what_one_tenant_finishes_while_another_waits():
+    def step(tenant: int, began: float, ended: float, place: str = "m#0") -> Step:
+        return Step(tenant, (place, ""), began, began, ended)
+
+    waiting = step(0, 0.5, 3.5)
+    others = [step(1, number, number + 1) for number in range(5)]
+    assert max_turns([waiting, *others]) == 3  # those that end at 1, 2 and 3
+    assert max_turns([waiting, *[step(number, number, number + 1) for number in range(1, 5)]]) == 1
+    assert max_turns([waiting, *[step(1, number, number + 1, "m#1") for number in range(5)]]) == 0
+
+
+def test_the_simulated_engine_speaks_the_protocol(monkeypatch, tmp_path):
+    monkeypatch.setenv(PROGRAM, "bench.simulated_engine")
+    monkeypatch.setenv(TIMES, msgspec.json.encode(TIMES_OF_ENGINE).decode())
+    commands = [
+        messages.CreateRun(request_id="create", model_id="m", lora=messages.LoraConfig()),
+        messages.OptimStep(request_id="step", model_id="m"),
+        messages.SaveState(request_id="save", model_id="m", directory=str(tmp_path / "saved")),
+        messages.LoadState(request_id="load", model_id="m", directory=str(tmp_path / "saved")),
+        messages.SampleRequest(
+            request_id="sample", prompt=np.arange(3), num_samples=2, params=messages.SamplingParams(max_tokens=4)
+        ),
+        messages.GetStatus(request_id="status"),
+    ]
+    training = messages.ForwardBackward(request_id="train", model_id="m", data=[ENGINE_DATUM], loss_fn="cross_entropy")
+    with EngineProcess(EngineConfig()) as engine:
+        began = time.perf_counter()
+        found = [engine.submit(command).result(60) for command in commands]
+        [trained] = engine.train(messages.TrainBatch(operations=[training]))
+        assert len(trained.result(60).logprobs[0]) == len(ENGINE_DATUM.tokens)
+        assert time.perf_counter() - began > 0.1  # it takes its time
+    assert [len(sequence.tokens) for sequence in found[4].sequences] == [4, 4]
+    assert is_whole(tmp_path / "saved")

@@ -1,6 +1,7 @@
 """A minimal client of the protocol, with as few requests as possible."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,12 +20,12 @@ NUM_TOKENS = 16
 LEARNING_RATE = 1e-3
 
 
-def datum() -> types.Datum:
-    """Return a tiny cross-entropy example, the same for all clients, so that losses can be compared."""
-    tokens = np.random.default_rng(5).integers(3, 259, NUM_TOKENS + 1)
+def datum(num_tokens: int = NUM_TOKENS) -> types.Datum:
+    """Return a cross-entropy example, the same for all clients, so that losses can be compared."""
+    tokens = np.random.default_rng(5).integers(3, 259, num_tokens + 1)
     inputs = {
         "target_tokens": TensorData.from_numpy(tokens[1:].astype(np.int64)),
-        "weights": TensorData.from_numpy(np.ones(NUM_TOKENS, np.float32)),
+        "weights": TensorData.from_numpy(np.ones(num_tokens, np.float32)),
     }
     return types.Datum(types.ModelInput.from_ints(tokens[:-1].tolist()), inputs)
 
@@ -68,9 +69,11 @@ class Run:
         self.pool, self.model_id = pool, model_id
         self.numbers = itertools.count(1)
 
-    async def train(self, *, forward_only: bool = False, number: int | None = None) -> str:
+    async def train(
+        self, *, forward_only: bool = False, number: int | None = None, data: Sequence[types.Datum] = (DATUM,)
+    ) -> str:
         seq_id = next(self.numbers) if number is None else number
-        request = types.TrainingRequest(self.model_id, seq_id, [DATUM], "cross_entropy", {}, forward_only)
+        request = types.TrainingRequest(self.model_id, seq_id, list(data), "cross_entropy", {}, forward_only)
         answer = await self.pool.post("/api/v1/forward_backward", encode_training_request(request), PROTOBUF)
         return answer.json()["request_id"]
 
@@ -78,6 +81,12 @@ class Run:
         params = {"learning_rate": LEARNING_RATE}
         body = {"model_id": self.model_id, "seq_id": next(self.numbers), "adam_params": params, "type": "optim_step"}
         return (await call(self.pool, "optim_step", body)).json()["request_id"]
+
+    async def publish(self) -> str:
+        """Save the present weights for sampling."""
+        seq_id = next(self.numbers)
+        body = {"model_id": self.model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+        return (await call(self.pool, "save_weights_for_sampler", body)).json()["request_id"]
 
     async def forward(self) -> float:
         """Submit, wait and return the loss."""

@@ -89,6 +89,17 @@ async def test_a_run_does_not_leave_before_it_had_a_turn_nor_twice():
     assert leaving(behind, wanted=2, most=0.0) == ["behind a gap"]  # which may never close
 
 
+async def test_a_run_does_not_leave_between_a_gradient_and_its_first_optimiser_step():
+    def next_is(kind, **values):
+        state = held(kind, loaded=NOW - 50, **values)
+        state.operations[1].kind = kind
+        return state
+
+    assert leaving(next_is("optim_step")) == []
+    assert leaving(next_is("optim_step", has_had_barrier=True)) == ["optim_step"]
+    assert leaving(next_is("forward_backward")) == ["forward_backward"]
+
+
 async def test_a_run_that_had_to_leave_waits_behind_those_that_wait_already():
     """Whose operations are older does not count: a client that has submitted much would keep all others out."""
     first, second = held("first"), held("second", phase="absent")
@@ -157,3 +168,19 @@ async def test_a_run_keeps_its_place_between_two_steps_and_leaves_when_its_clien
         await opened.done(waiting)
         phases = {model_id: state.phase for model_id, state in opened.runs.items()}
         assert phases[other.model_id] == "loaded"
+
+
+async def test_an_eviction_does_not_restart_the_wait_for_a_missing_operation(tmp_path, monkeypatch):
+    monkeypatch.setattr("lorimer.scheduler.policies.MIN_RESIDENCE_SECONDS", 0.1)
+    async with service(tmp_path / "data", max_loaded_runs=1, residence_seconds=0.1, gap_seconds=1.5) as opened:
+        user, session = await opened.session()
+        stuck, busy = [await opened.create(user, session, number) for number in range(2)]
+        behind = await opened.train(user, stuck, 2)
+        state, loads = opened.runs[stuck.model_id], 0
+        for seq_id in range(1, 10_000):
+            await opened.done(await opened.train(user, busy, seq_id))
+            loads = max(loads, state.num_restores)
+            if (outcome := await opened.outcome(behind, timeout=0)).state != "pending":
+                break
+        assert "operation 1 of run" in outcome.error and "never arrived" in outcome.error
+        assert loads > 2, "it was not evicted while it waited"

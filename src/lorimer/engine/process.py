@@ -50,6 +50,8 @@ _SETTINGS = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Environment variables of the engine process, unless the user has set them."""
+PROGRAM = "LORIMER_BENCH_ENGINE"
+"""For benchmarks only: an environment variable with the name of a module that runs instead of the engine."""
 
 
 class EngineProcess:
@@ -60,7 +62,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, on_event: Callable[[Event], None] | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "lorimer.engine", str(theirs.fileno())]
+        command = [sys.executable, "-m", os.environ.get(PROGRAM, "lorimer.engine"), str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ
         )

@@ -2,10 +2,32 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lorimer.scheduler.runs import Operation
+
+
+@dataclass
+class Gap:
+    """A missing seq_id that a run waits for. It outlives the lane, which is rebuilt when the run is loaded again."""
+
+    seq_id: int | None = None
+    since: float = 0.0
+    is_timed: bool = False
+    """A timer runs until it is abandoned."""
+
+    def watch(self, missing: int, now: float) -> None:
+        """Wait for a seq_id, from now on unless it was waited for before."""
+        if self.seq_id != missing:
+            self.seq_id, self.since = missing, now
+        self.is_timed = True
+
+    def end(self) -> int | None:
+        """Stop waiting for the missing seq_id and return it."""
+        missing, self.seq_id, self.is_timed = self.seq_id, None, False
+        return missing
 
 
 class Lane:

@@ -27,6 +27,8 @@ IDLE_SECONDS = 0.5
 MIN_RESIDENCE_SECONDS = 1.0
 RESIDENCE_WORTH = 3.0
 """Busy runs stay this many times as long as the engine needs to save those evicted and to load the others."""
+TIMER_SLACK_SECONDS = 0.001
+"""A timer may fire this much early, by rounding."""
 DRAIN_SECONDS = 5.0
 """How long to wait for running samples when the server closes."""
 
@@ -133,8 +135,14 @@ def runs_to_evict(
 
 
 def has_been_served(run: RunState, now: float, max_seconds: float) -> bool:
-    """Return whether a run may be evicted: it must have had a turn since it was loaded."""
-    return (run.has_had_turn or not run.ready) and now - run.loaded_at >= min(max_seconds, MIN_RESIDENCE_SECONDS)
+    """Return whether a run may be evicted: it must have had a turn since it was loaded, and its first barrier.
+
+    Evicted between a gradient and its optimiser step, which the next turn takes, it would be loaded twice for a step.
+    """
+    ready, is_within_step = run.ready, run.has_had_turn and not run.has_had_barrier
+    if ready and is_within_step and not ready[0].is_training:
+        return False
+    return (run.has_had_turn or not ready) and now - run.loaded_at >= min(max_seconds, MIN_RESIDENCE_SECONDS)
 
 
 def residence(staying: Sequence[RunState], num_moved: int, max_seconds: float) -> float:
@@ -210,21 +218,29 @@ def close_when_drained(core: "Core") -> None:
 
 
 def watch_gap(core: "Core", run: RunState) -> None:
-    """Start or stop the timer of a run that waits for a missing seq_id."""
-    missing = run.missing_seq
+    """Start or stop the timer of a run that waits for a missing seq_id.
+
+    A run that is loaded again goes on waiting for the same number: otherwise one that is evicted more often than every
+    ``gap_seconds`` would wait forever.
+    """
+    gap, missing = run.gap, run.missing_seq
+    if run.lane is None:
+        return  # what is missing is known when it is loaded
     if missing is None:
-        run.end_gap()
-    elif run.gap_since is None and not core.is_closing:
-        run.watch_gap(missing, core.now)
-        core.emit(SetTimer(Timer("gap", run.model_id), core.limits.gap_seconds))
+        gap.end()
+    elif not gap.is_timed and not core.is_closing:
+        gap.watch(missing, core.now)
+        seconds = max(0.0, gap.since + core.limits.gap_seconds - core.now)
+        core.emit(SetTimer(Timer("gap", run.model_id), seconds))
 
 
 def close_gap(core: "Core", run: RunState) -> None:
     """Handle an expired gap timer: fail the operations behind the missing seq_ids, and let the run continue."""
-    lane, seconds = run.lane, core.limits.gap_seconds
-    if lane is None or run.gap_since is None or core.now < run.gap_since + seconds or core.is_closing:
+    lane, gap, seconds = run.lane, run.gap, core.limits.gap_seconds
+    is_early = core.now + TIMER_SLACK_SECONDS < gap.since + seconds
+    if lane is None or not gap.is_timed or is_early or core.is_closing:
         return  # the timer belongs to an earlier gap
-    missing = run.end_gap()
+    missing = gap.end()
     gaps = lane.gaps()
     is_coming = any(first <= seq <= last for first, last in gaps for seq in run.operations)
     if lane.missing != missing or is_coming:  # it arrived, or is being committed

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lorimer.errors import CheckpointError, InvalidInput
-from lorimer.scheduler.lanes import Lane
+from lorimer.scheduler.lanes import Gap, Lane
 from lorimer.scheduler.payloads import AnyPayload
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
@@ -249,9 +249,7 @@ class RunState:
     num_commits: int = 0
     """Transactions in progress that change its journal; it is not read before they end."""
     num_restores: int = 0
-    gap_since: float | None = None
-    gap_seq: int | None = None
-    """The missing seq_id for which a timer runs, and since when."""
+    gap: Gap = field(default_factory=Gap)
     is_abandoning: bool = False
     """Missing seq_ids are being abandoned; nothing is sent before that is committed.
 
@@ -271,7 +269,8 @@ class RunState:
     left_at: float = 0.0
     """When it last left an engine."""
     has_had_turn: bool = False
-    """Whether anything was computed for it since it was loaded."""
+    has_had_barrier: bool = False
+    """Whether anything, and whether a barrier, was sent for it since it was loaded."""
     work_seconds: float = 0.0
     """Engine time since the last snapshot."""
     snapshot_cost: float = 0.0
@@ -397,14 +396,6 @@ class RunState:
         creation, self.creation, self.last_used = self.creation, None, now
         return creation
 
-    def watch_gap(self, missing: int, now: float) -> None:
-        self.gap_seq, self.gap_since = missing, now
-
-    def end_gap(self) -> int | None:
-        """Stop waiting for the missing seq_id and return it."""
-        missing, self.gap_seq, self.gap_since = self.gap_seq, None, None
-        return missing
-
     def end_abandoning(self) -> None:
         self.is_abandoning = False
 
@@ -463,6 +454,7 @@ class RunState:
             operation.early, operation.payload = None, b""
         self.running.add(operation)
         self.sent_seq, self.has_had_turn = operation.seq_id, True
+        self.has_had_barrier |= not operation.is_training
         if operation.kind == "load_weights":
             self.loading = operation
 
@@ -487,7 +479,8 @@ class RunState:
         """Record that the engine holds the run and its lane is rebuilt."""
         self.enter("loaded")
         self.restore = None
-        self.loaded_at, self.has_had_turn, self.failures = now, False, 0
+        self.loaded_at, self.failures = now, 0
+        self.has_had_turn = self.has_had_barrier = False
         if not self.replays:
             self.deaths = 0
 
@@ -505,7 +498,7 @@ class RunState:
                     operation.advance("held")
                     operation.flight = None
         self.lane = self.loading = None
-        self.gap_since = self.gap_seq = None
+        self.gap.is_timed = False
         self.running, self.replays = set(), set()
 
 

@@ -18,8 +18,15 @@ from lorimer.errors import InvalidInput
 from lorimer.server.settings import TYPES, ModelSettings, Settings, redacted_url
 
 PREFIX = "LORIMER_"
-OTHER_VARIABLES = {"LORIMER_CONFIG", "LORIMER_CACHE", "LORIMER_BASE_URL", "LORIMER_API_KEY", "LORIMER_DEBUG"}
-"""Of the command line, the engine and the SDK."""
+OTHER_VARIABLES = {
+    "LORIMER_CONFIG",
+    "LORIMER_CACHE",
+    "LORIMER_BASE_URL",
+    "LORIMER_API_KEY",
+    "LORIMER_DEBUG",
+    "LORIMER_BENCH_ENGINE",
+}
+"""Of the command line, the engine, the SDK and benchmarks."""
 
 
 @dataclass(frozen=True)
