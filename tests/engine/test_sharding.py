@@ -1,0 +1,197 @@
+"""Two ranks that share a base model compute what one process does: real processes, gloo, float32.
+
+One engine of two ranks for each architecture; the reference is an engine of one process in this one.
+"""
+
+import os
+import signal
+import time
+from itertools import count
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from lorimer.engine.adapters import checkpoints
+from lorimer.engine.engine import Engine
+from lorimer.engine.messages import (
+    CreateRun,
+    DropRun,
+    LoadState,
+    LoraConfig,
+    OptimStep,
+    PublishSampler,
+    SaveState,
+    TrainBatch,
+)
+from lorimer.engine.process import EngineProcess
+from lorimer.engine.training.losses import LOSSES
+from lorimer.errors import EngineDied, EngineError, InvalidInput
+from lorimer.models.debug import make_debug_model
+from tests.engine.operations import make_operation, make_sample, register_gather, settings
+from tests.engine.reference import make_adapter
+
+NUMBERS = count()
+PATIENCE = 120
+ARCHITECTURES = ("qwen2", "gemma2", "gpt_oss")
+"""A head tied to the embedding and biases; soft caps and norms of another kind; experts with biases, transposed."""
+BUDGET = 32
+
+
+class Pair:
+    """An engine of two ranks, and one of one process, that execute the same commands."""
+
+    def __init__(self, folder, architecture):
+        self.folder = folder
+        make_debug_model(folder / "model", architecture=architecture)
+        self.config = settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3)
+        self.ranks = EngineProcess(settings(folder, model=str(folder / "model"), token_budget=BUDGET, ranks=2))
+        self.alone = Engine(self.config)
+
+    def ask(self, kind, **fields):
+        command = kind(request_id=f"request-{next(NUMBERS)}", **fields)
+        return self.ranks.submit(command).result(PATIENCE)
+
+    def new_run(self, rank, seed):
+        """A run, the same in both engines, in which no factor is zero."""
+        model_id = f"run-{next(NUMBERS)}"
+        create = CreateRun(request_id=model_id, model_id=model_id, lora=LoraConfig(rank=rank, seed=seed))
+        self.alone.create_run(create)
+        self.ranks.submit(create).result(PATIENCE)
+        directory = str(self.folder / f"start-{model_id}")
+        adapter = make_adapter(self.alone.model, rank=rank, seed=seed)
+        checkpoints.save(adapter, self.alone.model.targets, directory, base_model="", weights_only=True)
+        load = LoadState(request_id=f"load-{model_id}", model_id=model_id, directory=directory, optimizer=False)
+        self.alone.load_state(load)
+        self.ranks.submit(load).result(PATIENCE)
+        return model_id
+
+    def train(self, *operations):
+        """The results of both engines for the same batch: those of two ranks, and of one process."""
+        futures = self.ranks.train(TrainBatch(operations=list(operations)))
+        return [_outcome(future) for future in futures], self.alone.train(operations)
+
+    def state(self, model_id):
+        """What the two ranks have saved of a run: weights, moments and gradient."""
+        directory = self.folder / f"saved-{next(NUMBERS)}"
+        self.ask(SaveState, model_id=model_id, directory=str(directory), weights_only=False)
+        return load_file(directory / "training_state.safetensors")
+
+    def assert_same_gradient(self, model_id):
+        saved, run = self.state(model_id), self.alone._run(model_id)
+        assert run.grads is not None
+        for name, pair in run.grads.items():
+            for factor, expected in zip("AB", pair, strict=True):
+                found, expected = saved[f"grad/{name}/{factor}"], expected.numpy()
+                assert np.linalg.norm(expected) > 0, name
+                assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected), (name, factor)
+
+
+def _outcome(future):
+    try:
+        return future.result(PATIENCE)
+    except EngineDied:
+        raise
+    except (InvalidInput, EngineError) as error:
+        return error
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request, tmp_path_factory):
+    pair = Pair(tmp_path_factory.mktemp(request.param), request.param)
+    with pair.ranks:
+        pair.ranks.ready.result(PATIENCE)
+        yield pair
+
+
+def assert_same_results(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours.logprobs) == len(theirs.logprobs)
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert ours.metrics.keys() == theirs.metrics.keys()
+        for name, value in theirs.metrics.items():
+            assert ours.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+def test_all_losses_of_runs_with_different_ranks_in_one_batch(pair):
+    pair.alone.register_loss(register_gather("loss", "picked"))
+    pair.ranks.submit(register_gather(f"loss-{next(NUMBERS)}", "picked")).result(PATIENCE)
+    runs, operations = [], []
+    for number, loss_fn in enumerate([*LOSSES, "custom"]):
+        runs.append(pair.new_run(rank=(2, 8, 4)[number % 3], seed=number))
+        # Lengths that the budget cuts into several passes; one sequence is longer than the budget: checkpointed.
+        config = {"loss_id": "picked"} if loss_fn == "custom" else {}
+        request_id = f"op-{next(NUMBERS)}"
+        operation = make_operation(request_id, runs[-1], loss_fn, (9, 17, 40, 5), number, loss_fn_config=config)
+        if loss_fn == "custom":
+            for datum in operation.data:
+                datum.loss_fn_inputs["index"] = np.array([1, 4])
+        operations.append(operation)
+    found, expected = pair.train(*operations)
+    assert_same_results(found, expected)
+    for model_id in runs:
+        pair.assert_same_gradient(model_id)
+
+
+def test_fewer_sequences_than_ranks_and_operations_without_a_gradient(pair):
+    """One sequence trains at one rank while the other has none; a forward pass is dealt like any other."""
+    run, other = pair.new_run(4, 1), pair.new_run(2, 2)
+    names = [f"op-{next(NUMBERS)}" for _ in range(4)]
+    alone = make_operation(names[0], run, "dro", (7,))
+    assert_same_results(*pair.train(alone))
+    forward = make_operation(names[1], run, "ppo", (12, 3, 30), forward_only=True)
+    masked = make_operation(names[2], other, "cross_entropy", (6,))
+    masked.data[0].loss_fn_inputs["weights"][:] = 0
+    assert_same_results(*pair.train(forward, masked, make_operation(names[3], other, "cispo", (33,))))
+    for model_id in (run, other):
+        pair.assert_same_gradient(model_id)
+
+
+def test_an_operation_that_fails_at_one_rank_fails_alone(pair):
+    """Loss and custom loss fail while a rank scores, after the forward pass that all ranks share."""
+    runs = [pair.new_run(rank, rank) for rank in (2, 4, 8)]
+    overflow, bad, good = (
+        make_operation(f"op-{next(NUMBERS)}", run, loss_fn, (11,))
+        for run, loss_fn in zip(runs, ("importance_sampling", "custom", "cross_entropy"), strict=True)
+    )
+    overflow.data[0].loss_fn_inputs["logprobs"][:] = -1e4
+    pair.alone.register_loss(register_gather("loss", "other"))
+    pair.ranks.submit(register_gather(f"loss-{next(NUMBERS)}", "other")).result(PATIENCE)
+    bad = make_operation(f"op-{next(NUMBERS)}", runs[1], "custom", (5,), loss_fn_config={"loss_id": "other"})
+    bad.data[0].loss_fn_inputs["index"] = np.array([99])
+    refused = make_operation(f"op-{next(NUMBERS)}", "nobody", "cross_entropy", (4,))
+    found, expected = pair.train(overflow, bad, refused, good)
+    for ours, theirs in zip(found[:3], expected[:3], strict=True):
+        assert isinstance(ours, InvalidInput) and isinstance(theirs, InvalidInput)
+        assert str(ours) == str(theirs)
+    assert_same_results(found[3:], expected[3:])
+    pair.assert_same_gradient(runs[2])
+    for run in runs[:2]:
+        assert not pair.state(run), "a failed operation leaves no gradient"
+
+
+def test_steps_and_snapshots_of_all_ranks_are_the_same(pair):
+    """Saving compares the weights of the ranks, so a second step that differed at one of them would end the engine."""
+    run = pair.new_run(4, 5)
+    for number in range(2):
+        pair.train(make_operation(f"op-{next(NUMBERS)}", run, "cross_entropy", (9, 14, 3), seed=number))
+        step = OptimStep(request_id=f"step-{next(NUMBERS)}", model_id=run, params={"learning_rate": 1e-3})
+        ours, theirs = pair.ranks.submit(step).result(PATIENCE), pair.alone.optim_step(step)
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-4)
+    saved = pair.state(run)
+    for name, tensors in pair.alone._run(run).moments["exp_avg"].items():
+        np.testing.assert_allclose(saved[f"exp_avg/{name}/A"], tensors[0].numpy(), rtol=1e-4, atol=1e-7)
+    pair.ask(PublishSampler, model_id=run, sampler_id=run)
+    directory = pair.folder / f"again-{run}"
+    pair.ask(SaveState, model_id=run, directory=str(directory), weights_only=False)
+    pair.ask(LoadState, model_id=run, directory=str(directory), optimizer=True)
+    with pytest.raises(InvalidInput, match="there is no run"):
+        pair.ask(DropRun, model_id="nobody")
+    pair.ask(DropRun, model_id=run)
+
+
+def test_samples_are_refused_by_name(pair):
+    with pytest.raises(InvalidInput, match="trained by 2 ranks.*needs a vLLM sampler"):
+        pair.ranks.submit(make_sample(f"sample-{next(NUMBERS)}")).result(PATIENCE)
