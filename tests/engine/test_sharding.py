@@ -3,29 +3,33 @@
 One engine of two ranks for each architecture; the reference is an engine of one process in this one.
 """
 
-import os
-import signal
-import time
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
-import psutil
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from lorimer.engine.adapters import checkpoints
+from lorimer.engine.channel import Connection
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import (
     CreateRun,
     DropRun,
+    LoadProgress,
     LoadState,
     LoraConfig,
     OptimStep,
     PublishSampler,
     SaveState,
     TrainBatch,
+    Verdict,
 )
 from lorimer.engine.process import EngineProcess
+from lorimer.engine.sharding import GroupFailed, Shards
 from lorimer.engine.training.losses import LOSSES
 from lorimer.errors import EngineDied, EngineError, InvalidInput
 from lorimer.models.debug import make_debug_model
@@ -45,9 +49,10 @@ class Pair:
     def __init__(self, folder, architecture):
         self.folder = folder
         make_debug_model(folder / "model", architecture=architecture)
-        self.config = settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3)
-        self.ranks = EngineProcess(settings(folder, model=str(folder / "model"), token_budget=BUDGET, ranks=2))
-        self.alone = Engine(self.config)
+        self.events: list = []
+        ranks = settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3, ranks=2)
+        self.ranks = EngineProcess(ranks, self.events.append)
+        self.alone = Engine(settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3))
 
     def ask(self, kind, **fields):
         command = kind(request_id=f"request-{next(NUMBERS)}", **fields)
@@ -192,6 +197,92 @@ def test_steps_and_snapshots_of_all_ranks_are_the_same(pair):
     pair.ask(DropRun, model_id=run)
 
 
-def test_samples_are_refused_by_name(pair):
-    with pytest.raises(InvalidInput, match="trained by 2 ranks.*needs a vLLM sampler"):
-        pair.ranks.submit(make_sample(f"sample-{next(NUMBERS)}")).result(PATIENCE)
+def test_prompts_are_scored_and_samples_refused_by_name(pair):
+    run = pair.new_run(4, 6)
+    pair.ask(PublishSampler, model_id=run, sampler_id=run)
+    pair.alone.publish_sampler(PublishSampler(request_id="publish", model_id=run, sampler_id=run))
+    for sampler_id in (None, run, run):
+        score = make_sample(f"score-{next(NUMBERS)}", 70, max_tokens=1, prompt_logprobs=True, sampler_id=sampler_id)
+        pair.alone.add_sample(score)
+        (done,) = pair.alone.sampler.step()
+        found = pair.ranks.submit(score).result(PATIENCE)
+        np.testing.assert_allclose(found.prompt_logprobs, done.result.prompt_logprobs, rtol=1e-4, atol=1e-4)
+        assert found.sequences[0].tokens == done.result.sequences[0].tokens
+    for refused in ({"max_tokens": 2}, {"max_tokens": 1, "stream": True}):
+        with pytest.raises(InvalidInput, match=r"trained by 2 ranks.*needs a vLLM sampler"):
+            pair.ranks.submit(make_sample(f"sample-{next(NUMBERS)}", **refused)).result(PATIENCE)
+
+
+def test_each_rank_keeps_half_of_the_base(pair):
+    stages = [event.stage for event in pair.events if isinstance(event, LoadProgress)]
+    (numbers,) = filter(
+        None, (re.fullmatch(r"each of 2 ranks has (\d+) of (\d+) bytes of the base", s) for s in stages)
+    )
+    local, whole = map(int, numbers.groups())
+    # Of the debug models only the embedding has an odd number of rows.
+    assert whole == pair.alone.model.local_bytes
+    assert 0.5 <= local / whole <= 0.51
+
+
+# ── the group ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def group():
+    """The two places of a group, in this process; each is to be used on a thread of its own."""
+    ours, theirs = socket.socketpair()
+    first, second = Shards(0, 2, [Connection(ours)]), Shards(1, 2, [Connection(theirs)])
+    yield first, second
+    ours.close()
+    theirs.close()
+
+
+def both(group, work):
+    """Do ``work`` at both places; return what came of it, by rank."""
+
+    def outcome(shards):
+        try:
+            return work(shards)
+        except (GroupFailed, Exception) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(outcome, group))
+
+
+def test_an_error_of_one_rank_is_the_error_of_all(group):
+    def work(shards):
+        with shards.agreed():
+            if shards.rank:
+                raise ValueError("no room")
+
+    first, second = both(group, work)
+    assert isinstance(first, RuntimeError) and str(first) == "ValueError: no room"
+    assert isinstance(second, ValueError)
+    verdicts = [Verdict(error="a", is_user=True), None, Verdict(error="b", is_user=True, item=2)]
+    agreed = both(group, lambda shards: shards.agree(verdicts if shards.rank else [None, None, verdicts[0]]))
+    assert agreed == [[verdicts[0], None, verdicts[0]]] * 2
+
+
+def test_ranks_that_differ_end(group):
+    weights = torch.arange(6.0)
+    assert both(group, lambda shards: shards.compare("the weights", [weights])) == [None, None]
+    for error in both(group, lambda shards: shards.compare("the weights", [weights + 1e-6 * shards.rank])):
+        assert isinstance(error, GroupFailed) and "the weights differs between the 2 ranks" in str(error)
+    assert both(group, lambda shards: shards.confirm(True)) == [None, None]
+    for error in both(group, lambda shards: shards.confirm(bool(shards.rank))):
+        assert isinstance(error, GroupFailed)
+
+
+def test_an_error_between_collectives_ends_the_rank(group):
+    with pytest.raises(GroupFailed), group[1].together():
+        raise RuntimeError("out of memory")
+    with pytest.raises(RuntimeError), Shards().together():
+        raise RuntimeError("out of memory")
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_its_reason(tmp_path):
+    make_debug_model(tmp_path / "model", architecture="llama")
+    with EngineProcess(settings(tmp_path, model=str(tmp_path / "model"), ranks=2, max_context=100_000)) as engine:
+        error = engine.ready.exception(PATIENCE)
+        assert isinstance(error, InvalidInput) and "max_context 100000 is more than the model's" in str(error)

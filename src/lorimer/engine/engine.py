@@ -19,9 +19,11 @@ from lorimer.engine.adapters.lora import ALPHA
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import (
     CreateRun,
+    Done,
     DropRun,
     DropSampler,
     EncodedForwardBackward,
+    Failed,
     ForwardBackward,
     LoadSampler,
     LoadState,
@@ -30,6 +32,7 @@ from lorimer.engine.messages import (
     PublishSampler,
     RegisterLoss,
     SampleRequest,
+    SampleResult,
     SaveState,
     StateResult,
     Status,
@@ -100,8 +103,10 @@ class Engine:
         if is_sharded:
             report(f"sharding {source.name}", None)
             with shards.agreed():
+                whole = self.model.local_bytes
                 shards.join(device.handle)
                 self.model.shard(shards, device)
+            report(f"each of {shards.size} ranks has {self.model.local_bytes} of {whole} bytes of the base", None)
         self.trainer = Trainer(self.model, budget)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
         self.sampler = Sampler(
@@ -270,9 +275,35 @@ class Engine:
         """Validate and enqueue a request; ``sampler.step`` answers it."""
         if not self.shards.is_alone:
             raise Unsupported(
-                f"{self.model.name!r} is trained by {self.shards.size} ranks, which neither sample nor score prompts,"
-                " because each token would gather the whole base; it needs a vLLM sampler"
+                f"{self.model.name!r} is trained by {self.shards.size} ranks, which would gather the base for each"
+                " token: they score prompts (max_tokens 1, not streamed), and for samples it needs a vLLM sampler"
             )
+        self._enqueue_sample(request)
+
+    def is_score(self, request: SampleRequest) -> bool:
+        """Return whether ranks can answer the request: one token needs no pass besides those of the prompt."""
+        return not self.shards.is_alone and request.params.max_tokens == 1 and not request.stream
+
+    def score(self, request: SampleRequest) -> SampleResult:
+        """Answer a request for prompt scores and one token; all ranks compute the same passes."""
+        found: SampleResult | None = None
+        try:
+            with self.shards.agreed():
+                self._enqueue_sample(request)
+            while not self.sampler.is_idle:
+                with self.shards.agreed():
+                    for reply in self.sampler.step():
+                        if isinstance(reply, Failed):
+                            raise InvalidInput(reply.error) if reply.category == "user" else RuntimeError(reply.error)
+                        if isinstance(reply, Done) and isinstance(reply.result, SampleResult):
+                            found = reply.result
+                self.model.end_pass()
+        finally:
+            self.sampler.cancel(request.request_id)
+        assert found is not None, "a request ends with a reply"
+        return found
+
+    def _enqueue_sample(self, request: SampleRequest) -> None:
         images = None
         if request.images:
             images = self.model.vision.read(request.prompt, request.images, "prompt", self.model.max_context, {})

@@ -393,6 +393,9 @@ class BatchPart(Message):
     """Tokens per expert of each layer, if it has computed any."""
 
 
+RankMessage = Verdicts | BatchPart
+
+
 class Done(Message):
     request_id: str
     result: Result
@@ -458,7 +461,7 @@ def _accept_array(kind: type, value: object) -> object:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_accept_array, ext_hook=_decode_extension)
-_rank_decoder = msgspec.msgpack.Decoder(Verdicts | BatchPart, dec_hook=_accept_array, ext_hook=_decode_extension)
+_rank_decoder = msgspec.msgpack.Decoder(RankMessage, dec_hook=_accept_array, ext_hook=_decode_extension)
 _reply_decoder = msgspec.msgpack.Decoder(Reply, dec_hook=_accept_array, ext_hook=_decode_extension)
 
 
@@ -470,7 +473,7 @@ def decode_command(data: bytes | bytearray | memoryview) -> Command:
     return _command_decoder.decode(data)
 
 
-def decode_part(data: bytes | bytearray | memoryview) -> Verdicts | BatchPart:
+def decode_part(data: bytes | bytearray | memoryview) -> RankMessage:
     """Decode what one rank tells the others."""
     return _rank_decoder.decode(data)
 

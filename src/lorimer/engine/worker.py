@@ -77,6 +77,7 @@ class Executor:
             PublishSampler: engine.publish_sampler,
             LoadSampler: engine.load_sampler,
             DropSampler: engine.drop_sampler,
+            SampleRequest: engine.score,
         }
 
     def run(self, command: Command, between_passes: Callable[[], None] | None = None) -> Outcomes:
@@ -135,7 +136,7 @@ class Worker:
     def _take(self, command: Command) -> None:
         if isinstance(command, Shutdown):
             self._is_closing = True
-        elif isinstance(command, SampleRequest):
+        elif isinstance(command, SampleRequest) and not self._engine.is_score(command):
             self._answer_error(command.request_id, lambda: self._engine.add_sample(command))
         elif isinstance(command, Cancel):
             if self._engine.sampler.cancel(command.request_id):
