@@ -1,6 +1,6 @@
-"""Two ranks that share a base model compute what one process does: real processes, gloo, float32.
+"""Ranks that share a base model compute what one process does: real processes, gloo, float32.
 
-One engine of two ranks for each architecture; the reference is an engine of one process in this one.
+One engine of two or three ranks for each architecture; the reference is an engine of one process in this one.
 """
 
 import re
@@ -38,19 +38,20 @@ from tests.engine.reference import make_adapter
 
 NUMBERS = count()
 PATIENCE = 120
-ARCHITECTURES = ("qwen2", "gemma2", "gpt_oss")
-"""A head tied to the embedding and biases; soft caps and norms of another kind; experts with biases, transposed."""
+ENGINES = {"qwen2": 2, "gemma2": 3, "gpt_oss": 2}
+"""Ranks by architecture: a head tied to the embedding, and biases; soft caps, and rows that three ranks cannot divide
+evenly; experts with biases, stored transposed."""
 BUDGET = 32
 
 
 class Pair:
-    """An engine of two ranks, and one of one process, that execute the same commands."""
+    """An engine of several ranks, and one of one process, that execute the same commands."""
 
-    def __init__(self, folder, architecture):
-        self.folder = folder
+    def __init__(self, folder, architecture, size):
+        self.folder, self.size = folder, size
         make_debug_model(folder / "model", architecture=architecture)
         self.events: list = []
-        ranks = settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3, ranks=2)
+        ranks = settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3, ranks=size)
         self.ranks = EngineProcess(ranks, self.events.append)
         self.alone = Engine(settings(folder, model=str(folder / "model"), token_budget=BUDGET, seed=3))
 
@@ -73,12 +74,12 @@ class Pair:
         return model_id
 
     def train(self, *operations):
-        """The results of both engines for the same batch: those of two ranks, and of one process."""
+        """The results of both engines for the same batch: those of the ranks, and of one process."""
         futures = self.ranks.train(TrainBatch(operations=list(operations)))
         return [_outcome(future) for future in futures], self.alone.train(operations)
 
     def state(self, model_id):
-        """What the two ranks have saved of a run: weights, moments and gradient."""
+        """What the ranks have saved of a run: weights, moments and gradient."""
         directory = self.folder / f"saved-{next(NUMBERS)}"
         self.ask(SaveState, model_id=model_id, directory=str(directory), weights_only=False)
         return load_file(directory / "training_state.safetensors")
@@ -102,9 +103,9 @@ def _outcome(future):
         return error
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ENGINES)
 def pair(request, tmp_path_factory):
-    pair = Pair(tmp_path_factory.mktemp(request.param), request.param)
+    pair = Pair(tmp_path_factory.mktemp(request.param), request.param, ENGINES[request.param])
     with pair.ranks:
         pair.ranks.ready.result(PATIENCE)
         yield pair
@@ -187,7 +188,8 @@ def test_steps_and_snapshots_of_all_ranks_are_the_same(pair):
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-4)
     saved = pair.state(run)
     for name, tensors in pair.alone._run(run).moments["exp_avg"].items():
-        np.testing.assert_allclose(saved[f"exp_avg/{name}/A"], tensors[0].numpy(), rtol=1e-4, atol=1e-7)
+        expected = tensors[0].numpy()
+        assert np.linalg.norm(saved[f"exp_avg/{name}/A"] - expected) <= 1e-5 * np.linalg.norm(expected), name
     pair.ask(PublishSampler, model_id=run, sampler_id=run)
     directory = pair.folder / f"again-{run}"
     pair.ask(SaveState, model_id=run, directory=str(directory), weights_only=False)
@@ -209,19 +211,17 @@ def test_prompts_are_scored_and_samples_refused_by_name(pair):
         np.testing.assert_allclose(found.prompt_logprobs, done.result.prompt_logprobs, rtol=1e-4, atol=1e-4)
         assert found.sequences[0].tokens == done.result.sequences[0].tokens
     for refused in ({"max_tokens": 2}, {"max_tokens": 1, "stream": True}):
-        with pytest.raises(InvalidInput, match=r"trained by 2 ranks.*needs a vLLM sampler"):
+        with pytest.raises(InvalidInput, match=rf"trained by {pair.size} ranks.*needs a vLLM sampler"):
             pair.ranks.submit(make_sample(f"sample-{next(NUMBERS)}", **refused)).result(PATIENCE)
 
 
-def test_each_rank_keeps_half_of_the_base(pair):
+def test_each_rank_keeps_its_part_of_the_base_only(pair):
     stages = [event.stage for event in pair.events if isinstance(event, LoadProgress)]
-    (numbers,) = filter(
-        None, (re.fullmatch(r"each of 2 ranks has (\d+) of (\d+) bytes of the base", s) for s in stages)
-    )
-    local, whole = map(int, numbers.groups())
-    # Of the debug models only the embedding has an odd number of rows.
+    found = re.search(rf"each of {pair.size} ranks has (\d+) of (\d+) bytes of the base", "\n".join(stages))
+    assert found is not None
+    local, whole = map(int, found.groups())
     assert whole == pair.alone.model.local_bytes
-    assert 0.5 <= local / whole <= 0.51
+    assert 1 <= local / whole * pair.size <= 1.05, "rank 0 has the larger part where rows cannot be divided evenly"
 
 
 # ── the group ─────────────────────────────────────────────────────────────────────────────────────────

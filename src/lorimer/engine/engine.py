@@ -77,36 +77,15 @@ class Engine:
         """With ``shards``, be one of the ranks of an engine; all of them execute the same commands."""
         self.shards = shards
         report = progress or (lambda stage, fraction: None)
-        source = resolve(config.model, cache_directory=_cache(config), progress=report)
-        report("choosing device and precision", None)
-        device = open_device(config, shards.rank)
-        report(f"loading {source.name}", None)
-        used_before = used_bytes(device.handle)
-        # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
-        first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
-        is_sharded = not shards.is_alone
         with shards.agreed():
-            self.model = load_model(source.directory, first, source.name, config.max_image_pixels, is_sharded)
-            limit = self.model.max_context
-            if config.max_context > limit:
-                raise InvalidInput(f"max_context {config.max_context} is more than the model's {limit}")
-            self.model.max_context = config.max_context or limit
-            self.tokenizer = load_tokenizer(source.directory)
-            self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
-        if is_sharded:
-            memory = config.memory_bytes or max(0, device.memory_bytes - self.model.sharded_bytes(shards.size))
-            memory = min(int(part) for part in shards.exchange(b"%d" % memory))  # all ranks make the same passes
-        else:
-            # The base weights were loaded into the memory that was free at start.
-            memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.handle) - used_before))
-        budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
-        if is_sharded:
-            report(f"sharding {source.name}", None)
-            with shards.agreed():
-                whole = self.model.local_bytes
-                shards.join(device.handle)
-                self.model.shard(shards, device)
-            report(f"each of {shards.size} ranks has {self.model.local_bytes} of {whole} bytes of the base", None)
+            device, memory = self._load(config, report)
+        if not shards.is_alone:
+            # All ranks make the same passes, so they plan with the same memory.
+            memory = min(int(part) for part in shards.exchange(b"%d" % memory))
+        with shards.agreed():
+            budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
+            if not shards.is_alone:
+                self._shard(device, report)
         self.trainer = Trainer(self.model, budget)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
         self.sampler = Sampler(
@@ -117,6 +96,36 @@ class Engine:
         self._samplers: dict[str, tuple[int, FrozenAdapter]] = {}
         """Number and weights by name. A name may be reused for other weights; a number never is."""
         self._num_frozen = 0
+
+    def _load(self, config: EngineConfig, report: Progress) -> tuple[Device, int]:
+        """Load the model and its tokenizer; return its device, and the memory there is for anything else."""
+        shards = self.shards
+        source = resolve(config.model, cache_directory=_cache(config), progress=report)
+        report("choosing device and precision", None)
+        device = open_device(config, shards.rank)
+        report(f"loading {source.name}", None)
+        used_before = used_bytes(device.handle)
+        # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
+        first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
+        self.model = load_model(source.directory, first, source.name, config.max_image_pixels, not shards.is_alone)
+        limit = self.model.max_context
+        if config.max_context > limit:
+            raise InvalidInput(f"max_context {config.max_context} is more than the model's {limit}")
+        self.model.max_context = config.max_context or limit
+        self.tokenizer = load_tokenizer(source.directory)
+        self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
+        # The base weights were loaded into the memory that was free at start.
+        loaded = used_bytes(device.handle) - used_before
+        used = loaded if shards.is_alone else self.model.sharded_bytes(shards.size)
+        return device, config.memory_bytes or max(0, device.memory_bytes - used)
+
+    def _shard(self, device: Device, report: Progress) -> None:
+        """Keep this rank's part of the base."""
+        whole = self.model.local_bytes
+        report("sharding the base", None)
+        self.shards.join(device.handle)
+        self.model.shard(self.shards, device)
+        report(f"each of {self.shards.size} ranks has {self.model.local_bytes} of {whole} bytes of the base", None)
 
     @property
     def info(self) -> ModelInfo:

@@ -104,8 +104,9 @@ class Shards:
         if self.is_alone:
             return
         digest = hashlib.sha256()
-        for tensor in tensors:
-            digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
+        with self.together():
+            for tensor in tensors:
+                digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
         if len(set(self.exchange(digest.digest()))) > 1:
             raise GroupFailed(f"{what} differs between the {self.size} ranks")
 

@@ -22,6 +22,7 @@ from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.experts import balance_metrics
 from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import Placement, SequenceImages
+from lorimer.engine.sharding import GroupFailed
 from lorimer.engine.training.batch import AdapterSlice, Pass, cut_by_budget, deal
 from lorimer.engine.training.custom_loss import CustomLoss, combine_metrics
 from lorimer.engine.training.losses import LOSSES, MetricSums, active_positions, evaluate
@@ -95,6 +96,13 @@ class _OperationFailed(Exception):
         self.item, self.error = item, error
 
 
+class _BatchFailed(Exception):
+    """All ranks have agreed that the batch fails by an error that belongs to no operation."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class Trainer:
     def __init__(self, model: BaseModel, token_budget: int) -> None:
         self.model = model
@@ -116,6 +124,10 @@ class Trainer:
             results = self.run(batch[: failure.item] + batch[failure.item + 1 :], between_passes)
             return [*results[: failure.item], failure.error, *results[failure.item :]]
         except Exception as error:
+            if isinstance(error, _BatchFailed):
+                error = error.error
+            elif not self.model.shards.is_alone:
+                raise GroupFailed(f"rank {self.model.shards.rank} failed by itself") from error
             # The cause is unknown, so compute each operation alone.
             return [self.run([item], between_passes)[0] for item in batch] if len(batch) > 1 else [error]
 
@@ -209,7 +221,7 @@ class Trainer:
         if agreed is not None:
             self.model.end_pass()
             error = agreed.exception()
-            raise error if agreed.item is None else _OperationFailed(agreed.item, error)
+            raise _BatchFailed(error) if agreed.item is None else _OperationFailed(agreed.item, error)
 
     def _finish_pass(self, hidden_TH: Tensor, d_hidden_TH: Tensor | None) -> None:
         if d_hidden_TH is None:
