@@ -28,16 +28,18 @@ from lorimer.engine.messages import (
     TrainBatch,
     Verdict,
 )
+from lorimer.engine.model.base_model import load_model
 from lorimer.engine.process import EngineProcess
 from lorimer.engine.sharding import GroupFailed, Shards
 from lorimer.engine.training.losses import LOSSES
 from lorimer.errors import EngineDied, EngineError, InvalidInput
 from lorimer.models.debug import make_debug_model
+from tests.engine.debug_vision import make_debug_vision_model
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
-from tests.engine.reference import make_adapter
+from tests.engine.reference import CPU, make_adapter
 
 NUMBERS = count()
-PATIENCE = 120
+PATIENCE = 300
 ENGINES = {"qwen2": 2, "gemma2": 3, "gpt_oss": 2}
 """Ranks by architecture: a head tied to the embedding, and biases; soft caps, and rows that three ranks cannot divide
 evenly; experts with biases, stored transposed."""
@@ -281,6 +283,15 @@ def test_an_error_between_collectives_ends_the_rank(group):
         raise RuntimeError("out of memory")
 
 
+def test_images_are_refused_by_name(tmp_path):
+    make_debug_vision_model(tmp_path / "model")
+    model = load_model(tmp_path / "model", CPU, "seeing", is_sharded=True)
+    assert model.no_images == "its base is shared by several ranks, which read text only"
+    with pytest.raises(InvalidInput, match="'seeing' reads no images: its base is shared"):
+        _ = model.vision
+
+
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_is_refused_with_its_reason(tmp_path):
     make_debug_model(tmp_path / "model", architecture="llama")
     with EngineProcess(settings(tmp_path, model=str(tmp_path / "model"), ranks=2, max_context=100_000)) as engine:

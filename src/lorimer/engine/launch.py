@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -66,9 +66,9 @@ def launch(config: EngineConfig) -> Link:
     return _Group(config.ranks) if config.ranks > 1 else _Single()
 
 
-def _start(descriptors: list[int], *arguments: str) -> subprocess.Popen[bytes]:
+def _start(descriptors: Collection[int], *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lorimer.engine", *arguments]
-    return subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ)
+    return subprocess.Popen(command, pass_fds=tuple(descriptors), stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ)
 
 
 class _Single:
@@ -98,16 +98,21 @@ class _Group:
         """The first is that of rank 0 and its owner, the others those of rank 0 and each other rank."""
         hub = [ours.fileno() for ours, _ in pairs[1:]]
         self._processes: list[subprocess.Popen[bytes]] = []
-        for rank, (_, theirs) in enumerate(pairs):
-            peers = [theirs.fileno()] if rank else hub
-            seat = Seat(rank=rank, size=size, store=str(self._directory / "store"), lifeline=read, peers=peers)
-            descriptors = [theirs.fileno(), read, *(peers if rank == 0 else [])]
-            self._processes.append(_start(descriptors, str(theirs.fileno()), msgspec.json.encode(seat).decode()))
-        os.close(read)
-        for number, (ours, theirs) in enumerate(pairs):
-            theirs.close()
-            if number:
-                ours.close()
+        try:
+            for rank, (_, theirs) in enumerate(pairs):
+                peers = [theirs.fileno()] if rank else hub
+                seat = Seat(rank=rank, size=size, store=str(self._directory / "store"), lifeline=read, peers=peers)
+                descriptors = {theirs.fileno(), read, *peers}
+                self._processes.append(_start(descriptors, str(theirs.fileno()), msgspec.json.encode(seat).decode()))
+        except OSError:
+            self.kill()
+            raise
+        finally:
+            os.close(read)
+            for number, (ours, theirs) in enumerate(pairs):
+                theirs.close()
+                if number:
+                    ours.close()
         self.connection = Connection(pairs[0][0])
         self._lock = threading.Lock()
         self._first = ""
