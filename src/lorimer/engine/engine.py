@@ -38,7 +38,6 @@ from lorimer.engine.messages import (
     Status,
     StepResult,
     TrainResult,
-    Verdict,
 )
 from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
 from lorimer.engine.model.device import Device, open_device, used_bytes
@@ -192,7 +191,7 @@ class Engine:
         self, batch: list[tuple[int, TrainItem]], outcomes: list[TrainResult | Exception | None]
     ) -> list[tuple[int, TrainItem]]:
         """Return the operations that no rank refuses; note the errors of the others in ``outcomes``."""
-        verdicts = [Verdict.of(error) if isinstance(error, Exception) else None for error in outcomes]
+        verdicts = [self.shards.report(error) if isinstance(error, Exception) else None for error in outcomes]
         for i, verdict in enumerate(self.shards.agree(verdicts)):
             if verdict is not None and outcomes[i] is None:
                 outcomes[i] = verdict.exception()

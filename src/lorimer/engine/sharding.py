@@ -13,6 +13,7 @@ import hashlib
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -90,9 +91,16 @@ class Shards:
             if self.is_alone:
                 raise
             failure = error
-        (verdict,) = self.agree([None if failure is None else Verdict.of(failure)])
+        (verdict,) = self.agree([None if failure is None else self.report(failure)])
         if verdict is not None:
             raise failure or verdict.exception()
+
+    def report(self, error: Exception, item: int | None = None) -> Verdict:
+        """Return what the other ranks hear of an error; its traceback stays in the log of this one."""
+        verdict = Verdict.of(error, item)
+        if not verdict.is_user and self.rank:
+            traceback.print_exception(error)
+        return verdict
 
     def confirm(self, has_failed: bool) -> None:
         """End the group if a command has changed some ranks and failed at others."""
@@ -129,7 +137,8 @@ class Shards:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
-            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+            # Only this machine can connect to the sockets of gloo.
+            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -156,7 +165,7 @@ class Shards:
         whole parameter afterwards: sharding has no effect on a tensor that somebody else refers to.
         """
         modules = [decoder, *others]
-        whole = {name: StorageWeakRef(p.untyped_storage()) for m in modules for name, p in m.named_parameters()}
+        whole = [(name, StorageWeakRef(p.untyped_storage())) for m in modules for name, p in m.named_parameters()]
         wanted = sum(_part_bytes(p, self.size) for p in {id(p): p for m in modules for p in m.parameters()}.values())
         for unit in [*layers, *others, decoder]:
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=True)
@@ -164,7 +173,7 @@ class Shards:
             assert isinstance(unit, FSDPModule)
             unit.set_unshard_in_backward(False)
         gc.collect()
-        kept = [name for name, storage in whole.items() if not storage.expired()]
+        kept = [name for name, storage in whole if not storage.expired()]
         if kept or (held := self.local_bytes(modules)) > wanted:
             raise RuntimeError(f"the base was not sharded: {kept or f'{held} bytes are kept instead of {wanted}'}")
 

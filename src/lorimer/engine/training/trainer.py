@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.adapters.adapters import Adapter, Pairs, flatten
-from lorimer.engine.messages import BatchPart, OperationPart, TrainResult, Verdict, decode_part, encode
+from lorimer.engine.messages import BatchPart, OperationPart, TrainResult, decode_part, encode
 from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.experts import balance_metrics
@@ -214,9 +214,9 @@ class Trainer:
         shards = self.model.shards
         verdict = None
         if isinstance(failure, _OperationFailed):
-            verdict = Verdict.of(failure.error, failure.item)
+            verdict = shards.report(failure.error, failure.item)
         elif failure is not None:
-            verdict = Verdict.of(failure)
+            verdict = shards.report(failure)
         (agreed,) = shards.agree([verdict])
         if agreed is not None:
             self.model.end_pass()
