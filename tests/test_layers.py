@@ -38,7 +38,7 @@ MAY_IMPORT_IN_FUNCTIONS = {
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
 MAY_LOAD_TORCH = {"engine", "models", "cluster", "cookbook", "recipes"}
-TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config"]
+TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch"]
 LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
 
 

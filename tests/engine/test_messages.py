@@ -27,12 +27,14 @@ from lorimer.engine.messages import (
     StateResult,
     TrainBatch,
     decode_command,
+    decode_part,
     decode_reply,
     encode,
 )
 
 COMMANDS = typing.get_args(messages.Command)
 REPLIES = typing.get_args(messages.Reply)
+BETWEEN_RANKS = typing.get_args(messages.RankMessage)
 DTYPES = ("float32", "float64", "int32", "int64", "bool", "uint8")
 SHAPES = ((), (0,), (1,), (7,), (0, 3), (3, 0), (2, 5), (2, 3, 4))
 CHARACTERS = list("aZ0/:.-_ \n\x00é漢\U0001f40e")
@@ -95,7 +97,11 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("kind", "decode"),
-    [*((kind, decode_command) for kind in COMMANDS), *((kind, decode_reply) for kind in REPLIES)],
+    [
+        *((kind, decode_command) for kind in COMMANDS),
+        *((kind, decode_reply) for kind in REPLIES),
+        *((kind, decode_part) for kind in BETWEEN_RANKS),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_every_message_comes_back_as_it_was(kind, decode):
@@ -105,7 +111,7 @@ def test_every_message_comes_back_as_it_was(kind, decode):
         assert_same(decode(encode(message)), message)
 
 
-def test_every_message_is_a_command_a_reply_or_part_of_one():
+def test_every_message_is_a_command_a_reply_or_one_between_ranks_or_part_of_one():
     declared = {value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Message)}
     reached: set = set()
 
@@ -119,6 +125,7 @@ def test_every_message_is_a_command_a_reply_or_part_of_one():
 
     reach(messages.Command)
     reach(messages.Reply)
+    reach(messages.RankMessage)
     assert reached == declared - {Message}
 
 

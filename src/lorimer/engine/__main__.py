@@ -1,4 +1,4 @@
-"""Starts the engine process: ``python -m lorimer.engine DESCRIPTOR``.
+"""Starts the engine process: ``python -m lorimer.engine DESCRIPTOR [SEAT]``.
 
 The garbage collector is disabled during imports and then ignores the imported objects: they stay until the process
 ends, and scanning them repeatedly costs time.
@@ -14,7 +14,7 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    worker.main(int(sys.argv[1]))
+    worker.main(int(sys.argv[1]), *sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Maximum sequences decoded in one step."""
     max_image_pixels: int = 2**24
     """Maximum pixels of an image; a larger one is refused before it is decoded."""
+    ranks: int = 1
+    """Processes that share the base model: each has its part of the weights and computes its part of every batch."""
     cache_directory: str = ""
     """Where converted and downloaded models are kept; empty takes the user's cache directory."""
     seed: int | None = None
@@ -40,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, kind in (("device", Device), ("dtype", Dtype)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; {', '.join(get_args(kind))} are accepted")
-        for name in ("max_sampling_rows", "max_image_pixels"):
+        for name in ("max_sampling_rows", "max_image_pixels", "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; at least 1 is accepted")
         if not self.model:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from lorimer.engine.adapters import checkpoints
 from lorimer.engine.adapters.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
@@ -18,9 +19,11 @@ from lorimer.engine.adapters.lora import ALPHA
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import (
     CreateRun,
+    Done,
     DropRun,
     DropSampler,
     EncodedForwardBackward,
+    Failed,
     ForwardBackward,
     LoadSampler,
     LoadState,
@@ -29,6 +32,7 @@ from lorimer.engine.messages import (
     PublishSampler,
     RegisterLoss,
     SampleRequest,
+    SampleResult,
     SaveState,
     StateResult,
     Status,
@@ -36,16 +40,17 @@ from lorimer.engine.messages import (
     TrainResult,
 )
 from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
-from lorimer.engine.model.device import open_device, used_bytes
+from lorimer.engine.model.device import Device, open_device, used_bytes
 from lorimer.engine.model.memory import find_token_budget
 from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
+from lorimer.engine.sharding import ALONE, Shards
 from lorimer.engine.training import optim
 from lorimer.engine.training.custom_loss import CustomLoss
 from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.engine.translation import decode_operation
 from lorimer.engine.validation import check_operation, check_sample
-from lorimer.errors import InvalidInput, NotFound
+from lorimer.errors import InvalidInput, NotFound, Unsupported
 from lorimer.models.sources import resolve
 
 Progress = Callable[[str, float | None], None]
@@ -54,24 +59,32 @@ _TRAINING_SHARE, _SAMPLING_SHARE = 0.6, 0.3
 """Shares of the memory besides the base weights; the rest is for adapters and their optimisers."""
 
 
+def settle(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """Return the settings of all ranks, with what each would choose for itself; the model is then on this machine."""
+    resolve(config.model, cache_directory=_cache(config), progress=progress)
+    dtype = str(open_device(config).dtype).removeprefix("torch.")
+    seed = secrets.randbits(63) if config.seed is None else config.seed
+    return msgspec.structs.replace(config, dtype=dtype, seed=seed)
+
+
+def _cache(config: EngineConfig) -> Path | None:
+    return Path(config.cache_directory) if config.cache_directory else None
+
+
 class Engine:
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, shards: Shards = ALONE) -> None:
+        """With ``shards``, be one of the ranks of an engine; all of them execute the same commands."""
+        self.shards = shards
         report = progress or (lambda stage, fraction: None)
-        cache = Path(config.cache_directory) if config.cache_directory else None
-        source = resolve(config.model, cache_directory=cache, progress=report)
-        report("choosing device and precision", None)
-        device = open_device(config)
-        report(f"loading {source.name}", None)
-        used_before = used_bytes(device.handle)
-        self.model = load_model(source.directory, device, source.name, config.max_image_pixels)
-        if config.max_context > self.model.max_context:
-            raise InvalidInput(f"max_context {config.max_context} is more than the model's {self.model.max_context}")
-        self.model.max_context = config.max_context or self.model.max_context
-        self.tokenizer = load_tokenizer(source.directory)
-        self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
-        # The base weights were loaded into the memory that was free at start.
-        memory = config.memory_bytes or max(0, device.memory_bytes - (used_bytes(device.handle) - used_before))
-        budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
+        with shards.agreed():
+            device, memory = self._load(config, report)
+        if not shards.is_alone:
+            # All ranks make the same passes, so they plan with the same memory.
+            memory = min(int(part) for part in shards.exchange(b"%d" % memory))
+        with shards.agreed():
+            budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
+            if not shards.is_alone:
+                self._shard(device, report)
         self.trainer = Trainer(self.model, budget)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
         self.sampler = Sampler(
@@ -82,6 +95,36 @@ class Engine:
         self._samplers: dict[str, tuple[int, FrozenAdapter]] = {}
         """Number and weights by name. A name may be reused for other weights; a number never is."""
         self._num_frozen = 0
+
+    def _load(self, config: EngineConfig, report: Progress) -> tuple[Device, int]:
+        """Load the model and its tokenizer; return its device, and the memory there is for anything else."""
+        shards = self.shards
+        source = resolve(config.model, cache_directory=_cache(config), progress=report)
+        report("choosing device and precision", None)
+        device = open_device(config, shards.rank)
+        report(f"loading {source.name}", None)
+        used_before = used_bytes(device.handle)
+        # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
+        first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
+        self.model = load_model(source.directory, first, source.name, config.max_image_pixels, not shards.is_alone)
+        limit = self.model.max_context
+        if config.max_context > limit:
+            raise InvalidInput(f"max_context {config.max_context} is more than the model's {limit}")
+        self.model.max_context = config.max_context or limit
+        self.tokenizer = load_tokenizer(source.directory)
+        self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
+        # The base weights were loaded into the memory that was free at start.
+        loaded = used_bytes(device.handle) - used_before
+        used = loaded if shards.is_alone else self.model.sharded_bytes(shards.size)
+        return device, config.memory_bytes or max(0, device.memory_bytes - used)
+
+    def _shard(self, device: Device, report: Progress) -> None:
+        """Keep this rank's part of the base."""
+        whole = self.model.local_bytes
+        report("sharding the base", None)
+        self.shards.join(device.handle)
+        self.model.shard(self.shards, device)
+        report(f"each of {self.shards.size} ranks has {self.model.local_bytes} of {whole} bytes of the base", None)
 
     @property
     def info(self) -> ModelInfo:
@@ -137,10 +180,22 @@ class Engine:
                 batch.append((i, TrainItem(checked, self._run(operation.model_id), images)))
             except Exception as error:
                 outcomes[i] = error
+        if not self.shards.is_alone:
+            batch = self._agree_on(batch, outcomes)
         results = self.trainer.run([item for _, item in batch], between_passes) if batch else []
         for (i, _), result in zip(batch, results, strict=True):
             outcomes[i] = result
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _agree_on(
+        self, batch: list[tuple[int, TrainItem]], outcomes: list[TrainResult | Exception | None]
+    ) -> list[tuple[int, TrainItem]]:
+        """Return the operations that no rank refuses; note the errors of the others in ``outcomes``."""
+        verdicts = [self.shards.report(error) if isinstance(error, Exception) else None for error in outcomes]
+        for i, verdict in enumerate(self.shards.agree(verdicts)):
+            if verdict is not None and outcomes[i] is None:
+                outcomes[i] = verdict.exception()
+        return [(i, item) for i, item in batch if outcomes[i] is None]
 
     def _read_images(self, operation: ForwardBackward) -> tuple[ForwardBackward, list[SequenceImages | None]]:
         """Return the operation with placeholders of its images among its tokens, and the images of each datum."""
@@ -167,13 +222,16 @@ class Engine:
 
     def save_state(self, command: SaveState) -> StateResult:
         run, start = self._run(command.model_id), time.perf_counter()
-        size = checkpoints.save(
-            run,
-            self.model.targets,
-            command.directory,
-            base_model=self.model.name,
-            weights_only=command.weights_only,
-        )
+        self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
+        size = 0
+        if self.shards.rank == 0:
+            size = checkpoints.save(
+                run,
+                self.model.targets,
+                command.directory,
+                base_model=self.model.name,
+                weights_only=command.weights_only,
+            )
         return StateResult(size_bytes=size, step=run.step, seconds=time.perf_counter() - start)
 
     def load_state(self, command: LoadState) -> StateResult:
@@ -195,6 +253,7 @@ class Engine:
 
     def publish_sampler(self, command: PublishSampler) -> StateResult:
         run = self._run(command.model_id)
+        self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
         self._add_sampler(command.sampler_id, lambda: snapshot(run))
         return StateResult(step=run.step)
 
@@ -222,6 +281,37 @@ class Engine:
 
     def add_sample(self, request: SampleRequest) -> None:
         """Validate and enqueue a request; ``sampler.step`` answers it."""
+        if not self.shards.is_alone:
+            raise Unsupported(
+                f"{self.model.name!r} is trained by {self.shards.size} ranks, which would gather the base for each"
+                " token: they score prompts (max_tokens 1, not streamed), and for samples it needs a vLLM sampler"
+            )
+        self._enqueue_sample(request)
+
+    def is_score(self, request: SampleRequest) -> bool:
+        """Return whether ranks can answer the request: one token needs no pass besides those of the prompt."""
+        return not self.shards.is_alone and request.params.max_tokens == 1 and not request.stream
+
+    def score(self, request: SampleRequest) -> SampleResult:
+        """Answer a request for prompt scores and one token; all ranks compute the same passes."""
+        found: SampleResult | None = None
+        try:
+            with self.shards.agreed():
+                self._enqueue_sample(request)
+            while not self.sampler.is_idle:
+                with self.shards.agreed():
+                    for reply in self.sampler.step():
+                        if isinstance(reply, Failed):
+                            raise InvalidInput(reply.error) if reply.category == "user" else RuntimeError(reply.error)
+                        if isinstance(reply, Done) and isinstance(reply.result, SampleResult):
+                            found = reply.result
+                self.model.end_pass()
+        finally:
+            self.sampler.cancel(request.request_id)
+        assert found is not None, "a request ends with a reply"
+        return found
+
+    def _enqueue_sample(self, request: SampleRequest) -> None:
         images = None
         if request.images:
             images = self.model.vision.read(request.prompt, request.images, "prompt", self.model.max_context, {})

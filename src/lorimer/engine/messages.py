@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from lorimer.errors import InvalidInput, LorimerError
+
 ImageFormat = Literal["png", "jpeg"]
 
 
@@ -345,6 +347,55 @@ class Status(Message):
 Result = TrainResult | StepResult | StateResult | SampleResult | Status
 
 
+# ── between the ranks of one engine ───────────────────────────────────────────────────────────────────
+
+
+class Verdict(Message):
+    """An error of one rank, as the others hear of it."""
+
+    error: str
+    is_user: bool
+    item: int | None = None
+    """The operation of a batch that it belongs to, if it belongs to one."""
+
+    @classmethod
+    def of(cls, error: Exception, item: int | None = None) -> "Verdict":
+        is_user = isinstance(error, LorimerError)
+        return cls(error=str(error) if is_user else f"{type(error).__name__}: {error}", is_user=is_user, item=item)
+
+    def exception(self) -> Exception:
+        return InvalidInput(self.error) if self.is_user else RuntimeError(self.error)
+
+
+class Verdicts(Message):
+    """One for each thing that ranks agree on; ``None`` where the rank has seen no error."""
+
+    verdicts: list[Verdict | None]
+
+
+class OperationPart(Message):
+    """What one rank has computed of an operation."""
+
+    logprobs: dict[int, np.ndarray]
+    """By the number of the datum."""
+    totals: dict[str, float] | None
+    num_active: float
+    custom: list[dict[str, float]]
+    custom_loss: float
+    num_positions: int
+
+
+class BatchPart(Message):
+    """What one rank has computed of a batch."""
+
+    operations: list[OperationPart]
+    expert_counts: np.ndarray | None
+    """Tokens per expert of each layer, if it has computed any."""
+
+
+RankMessage = Verdicts | BatchPart
+
+
 class Done(Message):
     request_id: str
     result: Result
@@ -410,6 +461,7 @@ def _accept_array(kind: type, value: object) -> object:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_accept_array, ext_hook=_decode_extension)
+_rank_decoder = msgspec.msgpack.Decoder(RankMessage, dec_hook=_accept_array, ext_hook=_decode_extension)
 _reply_decoder = msgspec.msgpack.Decoder(Reply, dec_hook=_accept_array, ext_hook=_decode_extension)
 
 
@@ -419,6 +471,11 @@ def encode(message: Message) -> bytes:
 
 def decode_command(data: bytes | bytearray | memoryview) -> Command:
     return _command_decoder.decode(data)
+
+
+def decode_part(data: bytes | bytearray | memoryview) -> RankMessage:
+    """Decode what one rank tells the others."""
+    return _rank_decoder.decode(data)
 
 
 def decode_reply(data: bytes | bytearray | memoryview) -> Reply:

@@ -5,10 +5,7 @@ commands may be sent from an event loop or from the callback of a future. Does n
 process small.
 """
 
-import os
-import socket
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from lorimer.engine.channel import Connection
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.launch import Launcher, launch
 from lorimer.engine.messages import (
     Cancel,
     Command,
@@ -42,32 +39,18 @@ from lorimer.errors import Cancelled, DiskFull, EngineDied, EngineError, Invalid
 
 Event = LoadProgress | SampleProgress
 
-_SETTINGS = {
-    # Let waiting threads spin only briefly. A spinning thread holds a core that another process, such as the client,
-    # needs; with the default, small matrix products were measured twenty times slower beside one.
-    "GOMP_SPINCOUNT": "2000",
-    # Large blocks of memory come in large pages: a training pass otherwise takes a hundred thousand page faults.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""Environment variables of the engine process, unless the user has set them."""
-PROGRAM = "LORIMER_BENCH_ENGINE"
-"""For benchmarks only: an environment variable with the name of a module that runs instead of the engine."""
-
 
 class EngineProcess:
-    """An engine in a process of its own.
+    """An engine in a process of its own, or in several that share its base model.
 
     ``on_event`` is called, on the reading thread, with loading progress and streamed tokens.
     """
 
-    def __init__(self, config: EngineConfig, on_event: Callable[[Event], None] | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", os.environ.get(PROGRAM, "lorimer.engine"), str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ
-        )
-        theirs.close()
-        self._connection = Connection(ours)
+    def __init__(
+        self, config: EngineConfig, on_event: Callable[[Event], None] | None = None, launcher: Launcher = launch
+    ) -> None:
+        self._link = launcher(config)
+        self._connection = self._link.connection
         self._on_event = on_event or (lambda event: None)
         self._lock = threading.Lock()
         self._pending: dict[str, Future[Result]] = {}
@@ -89,7 +72,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._link.pid
 
     @property
     def is_alive(self) -> bool:
@@ -163,7 +146,7 @@ class EngineProcess:
                 self._take(decode_reply(data))
         except Exception as error:  # another version of the protocol, as after an upgrade under a running server
             self._reason = f": its reply makes no sense: {type(error).__name__}: {error}"
-            self._process.kill()
+            self._link.kill()
         self._fail_pending()
 
     def _take(self, reply: Reply) -> None:
@@ -186,7 +169,7 @@ class EngineProcess:
                 traceback.print_exc()
 
     def _fail_pending(self) -> None:
-        death = f"the engine process {self.pid} ended with code {self._process.wait()}{self._reason}"
+        death = self._link.wait() + self._reason
         with self._lock:
             self._death = death
             pending, self._pending = self._pending, {}
@@ -199,18 +182,18 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Kill the process; requests in progress fail as when it dies by itself."""
-        self._process.kill()
+        self._link.kill()
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Stop the process after the current pass; kill one that is loading or does not respond."""
         with self._lock:
             self._post([encode(Shutdown())])
         if not self.ready.done():
-            self._process.kill()
+            self._link.kill()
         try:
-            self._process.wait(timeout_seconds)
+            self._link.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._link.kill()
         self._reader.join()
         self._writer.join()
         self._connection.close()

@@ -46,6 +46,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     source: str = ""
     """The directory, .gguf file or hub id; empty takes the name, or what ``models`` says."""
     replicas: int = 1
+    ranks: int = 1
+    """Processes of each replica, which share the base and every batch."""
     device: Device | None = None
     dtype: Dtype | None = None
     num_threads: int | None = None
@@ -57,6 +59,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}; at least 1 is accepted")
+        if self.ranks < 1:
+            raise ValueError(f"ranks is {self.ranks}; at least 1 is accepted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +368,7 @@ class Settings(SchedulerLimits):
             if served_name(model) == name:
                 own = {field: getattr(table, field) for field in ENGINE_SETTINGS if hasattr(table, field)}
                 shared |= {field: value for field, value in own.items() if value is not None}
+                shared["ranks"] = table.ranks
         return EngineConfig(model=source, **shared)
 
 

@@ -33,6 +33,7 @@ named in `models`:
 [model."Qwen/Qwen3-8B"]
 source = "/models/qwen3-8b"   # a directory, a .gguf file or a hub id; by default the name
 replicas = 2                  # engines that share its runs and samples, each with the whole base
+ranks = 1                     # processes of each engine, which share the base; more than one train, but do not sample
 dtype = "bfloat16"            # and device, num_threads, memory_bytes, max_context, token_budget, max_sampling_rows
 ```
 """

@@ -78,7 +78,11 @@ class Adapter:
     @property
     def memory_bytes(self) -> int:
         """Bytes held now: weights, accumulated gradient and optimiser state."""
-        return _bytes(tensor for pairs in self._all_pairs() for tensor in flatten(pairs))
+        return _bytes(self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors held now, in a fixed order."""
+        return [tensor for pairs in self._all_pairs() for tensor in flatten(pairs)]
 
     def add_gradient(self, grads: Pairs) -> None:
         """Accumulate ``grads``, which cover every target of ``weights``; the first ones are kept, not copied."""

@@ -99,7 +99,8 @@ def packed_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
-        sinks=None if s_aux is None else s_aux.detach().float(),
+        # A copy, because sharding frees the parameter while the backward pass and later steps still need it.
+        sinks=None if s_aux is None else s_aux.detach().to(torch.float32, copy=True),
     )
     if not hasattr(module, "lorimer_shape"):
         module.lorimer_shape = shape

@@ -6,8 +6,9 @@ with the unmodified model on two short sequences: a model whose logits differ is
 in ``training/``, token choice is in ``sampling/``.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
@@ -30,6 +32,7 @@ from lorimer.engine.model.norms import replace_norms
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
+from lorimer.engine.sharding import ALONE, Shards
 from lorimer.engine.training.batch import Pass, PassSlot
 from lorimer.errors import InvalidInput, ModelRefused
 
@@ -73,10 +76,15 @@ class BaseModel:
         name: str = "",
         directory: str = "",
         vision: Vision | str = TEXT_ONLY,
+        has_copies: bool = True,
     ) -> None:
-        """``vision`` reads images; a string is the reason why this model cannot."""
+        """``vision`` reads images; a string is the reason why this model cannot.
+
+        Without ``has_copies`` no weight is stored a second time in a faster layout, so that ``shard`` can free it.
+        """
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
+        self.shards = ALONE
         self.config = model.config.get_text_config()
         self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
@@ -90,7 +98,7 @@ class BaseModel:
         with torch.no_grad():
             reference = _reference_logits(model, probe, device.handle)
             seen = None if isinstance(vision, str) else vision.probe()
-            self._inject(model)
+            self._inject(model, has_copies)
             self.logit_map = LogitMap()
             try:
                 self._check(probe, reference)
@@ -101,10 +109,11 @@ class BaseModel:
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
             self._probe_steps(probe[0].to(device.handle))
 
-    def _inject(self, model: PreTrainedModel) -> None:
+    def _inject(self, model: PreTrainedModel, has_copies: bool) -> None:
         head = model.get_output_embeddings()
-        packed_rows = fastest_packed_rows(head.weight[:2048])
-        self.head = FrozenMatrix(head.weight, head.bias, packed_rows)
+        packed_rows = fastest_packed_rows(head.weight[:2048]) if has_copies else 0
+        self.head = FrozenMatrix.of(head, packed_rows)
+        self._embedding, self._output = model.get_input_embeddings(), head
         self.head_target = self.targets[-1]
         by_module: dict[str, list[LoraTarget]] = {}
         for target in self.targets[:-1]:
@@ -129,7 +138,8 @@ class BaseModel:
         replace_norms(part)
         replace_gated_mlps(part, self.slot)
         self.steps = []
-        for layer in _decoder_layers(model):
+        self._layers = _decoder_layers(model)
+        for layer in self._layers:
             step = LayerStep(layer, _checkpointable(layer.forward, self.slot), self.slot)
             layer.forward = step
             self.steps.append(step)
@@ -137,6 +147,75 @@ class BaseModel:
             _use_implementation(model, "sdpa")  # a vision tower's eager attention needs memory quadratic in its patches
         _use_implementation(part, IMPLEMENTATION)
         self.decoder = model.get_decoder()
+
+    # ── sharding ──────────────────────────────────────────────────────────────────────────────────────
+
+    def shard(self, shards: Shards, device: Device) -> None:
+        """Divide the weights between ranks, on ``device``; norms and what is not a parameter stay whole.
+
+        Afterwards compare a pass with one before: every rank computes it, of weights that come from all of them.
+        """
+        probe = torch.arange(11) * 7 % self.vocab_size
+        with torch.no_grad():
+            before = self._probe_logits(probe)
+            for module in self.decoder.modules():
+                _move_plain_tensors(module, device.handle)
+            head = self._output
+            if head.weight is self._embedding.weight:
+                # One parameter of two modules: the embedding keeps it; the head's own forward is never called.
+                head._parameters["weight"] = None
+                self.head = FrozenMatrix.of(self._embedding, 0).with_bias_of(head)
+                head = None
+            others = [self._embedding] if head is None else [self._embedding, head]
+            shards.shard(self.decoder, self._layers, others)
+            self.shards, self.device = shards, device
+            self._head_unit = others[-1]
+            after = self._probe_logits(probe)
+            self.end_pass()
+        difference = (after.log_softmax(-1) - before.log_softmax(-1)).abs()
+        if not self._is_close(difference):
+            raise ModelRefused(
+                f"{self.architecture} cannot be sharded: a pass differs by {difference.max().item():.3g} in log"
+                " probability from one with whole weights"
+            )
+
+    def sharded_bytes(self, size: int) -> int:
+        """Return the memory that each of ``size`` ranks will need for the base: its part, and what it gathers."""
+        layers = [sum(p.nbytes for p in layer.parameters()) for layer in self._layers]
+        ends = max(self._embedding.weight.nbytes, self._output.weight.nbytes)
+        total = sum(p.nbytes for p in {*self.decoder.parameters(), *self._output.parameters()})
+        # A layer is gathered while the one before it is computed.
+        return total // size + max(2 * max(layers), ends)
+
+    @property
+    def local_bytes(self) -> int:
+        """Size of the parameters that this process keeps between passes."""
+        return self.shards.local_bytes([self.decoder, self._output])
+
+    def _probe_logits(self, probe: Tensor) -> Tensor:
+        tokens = probe.to(self.device.handle)
+        groups = group_sequences([len(tokens)], [0], self.device.handle)
+        hidden = self.hidden(tokens, torch.arange(len(tokens), device=tokens.device), Pass([], groups=groups))
+        with self.gathered_head():
+            return self.logit_map.apply_(self.head.multiply(hidden).float()).cpu()
+
+    @contextlib.contextmanager
+    def gathered_head(self) -> Iterator[None]:
+        """Gather the weight of the head, which ranks share, for as long as it is used; all ranks do so together."""
+        unit = None if self.shards.is_alone else self._head_unit
+        if isinstance(unit, FSDPModule):
+            with self.shards.together():
+                unit.unshard()
+        try:
+            yield
+        finally:
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def end_pass(self) -> None:
+        """Forget a pass whose backward pass is not computed."""
+        if isinstance(self.decoder, FSDPModule):
+            self.decoder.reset_iter_state()
 
     @property
     def position_bytes(self) -> int:
@@ -167,7 +246,8 @@ class BaseModel:
             inputs = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
         self.slot.current = current
         try:
-            output = self.decoder(**inputs, use_cache=False)
+            with self.shards.together():
+                output = self.decoder(**inputs, use_cache=False)
         finally:
             self.slot.current = Pass([])
         return output.last_hidden_state[0]
@@ -244,7 +324,9 @@ def register_implementations() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
 
 
-def load_model(directory: Path, device: Device, name: str, max_image_pixels: int = 2**24) -> BaseModel:
+def load_model(
+    directory: Path, device: Device, name: str, max_image_pixels: int = 2**24, is_sharded: bool = False
+) -> BaseModel:
     """Load a Hugging Face directory without downloading anything or running code in it."""
     register_implementations()
     transformers.utils.logging.disable_progress_bar()
@@ -253,7 +335,10 @@ def load_model(directory: Path, device: Device, name: str, max_image_pixels: int
         directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
     )
     vision = open_vision(model, directory, device, max_image_pixels)
-    return BaseModel(model, device, name, str(directory), vision)
+    if is_sharded and not isinstance(vision, str):
+        # The tower would have to be whole on every rank, and its passes the same on all of them.
+        vision = "its base is shared by several ranks, which read text only"
+    return BaseModel(model, device, name, str(directory), vision, has_copies=not is_sharded)
 
 
 def load_tokenizer(directory: Path | str) -> Any:
@@ -277,6 +362,14 @@ def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
 
 def _no_mask(*_: Any, **__: Any) -> None:
     """Return no mask: packed attention knows the sequences itself."""
+
+
+def _move_plain_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move the tensors of a module that are neither parameters nor buffers: weights of norms, and anchors."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Tensor):
+            # A copy: loaded tensors can be parts of one file in memory, which would stay as long as one of them.
+            setattr(module, name, value.detach().to(device, copy=True).requires_grad_(value.requires_grad))
 
 
 def _use_implementation(model: nn.Module, name: str) -> None:

@@ -33,12 +33,17 @@ class Device:
         return tensor.cpu() if self.type == "mps" else tensor
 
 
-def open_device(config: EngineConfig) -> Device:
-    device = _choose(config.device, config.device_index)
+def open_device(config: EngineConfig, rank: int = 0) -> Device:
+    """Open the device of one rank: a GPU of its own, or its part of the cores and the memory."""
+    ranks = config.ranks
+    device = _choose(config.device, config.device_index * ranks + rank)
+    if ranks > 1 and (device.type == "mps" or (device.type == "cuda" and torch.cuda.device_count() < ranks)):
+        raise InvalidInput(f"ranks is {ranks}, but this machine has fewer GPUs; each rank needs one, or device = 'cpu'")
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or _num_cores())
+        torch.set_num_threads(config.num_threads or max(1, _num_cores() // ranks))
     dtype = choose_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
-    return Device(device, dtype, config.memory_bytes or int(0.7 * free_bytes(device)))
+    free = free_bytes(device) // (ranks if device.type == "cpu" else 1)
+    return Device(device, dtype, config.memory_bytes or int(0.7 * free))
 
 
 def _choose(name: str, index: int) -> torch.device:

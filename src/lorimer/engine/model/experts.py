@@ -65,11 +65,14 @@ def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list
 
 
 def _linear(x: Tensor, module: Any, name: str, parts: tuple[str, ...], runs: list[_Run]) -> Tensor:
-    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
-    # (E, out, in), however the model stores it.
-    weight = weight.detach().transpose(1, 2) if module.is_transposed else weight.detach()
     targets = [module.lorimer_targets[part] for part in parts]
-    return _ExpertLinear.apply(x, module.lorimer_anchor, weight, bias, targets, runs)
+    return _ExpertLinear.apply(x, module.lorimer_anchor, module, name, targets, runs)
+
+
+def _weight(module: Any, name: str) -> Tensor:
+    """Return the weight that the module has now, ``(E, out, in)``, however the model stores it."""
+    weight: Tensor = getattr(module, name).detach()
+    return weight.transpose(1, 2) if module.is_transposed else weight
 
 
 def _factor(tensor: Tensor, expert: int) -> Tensor:
@@ -83,11 +86,12 @@ class _ExpertLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         anchor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        module: Any,
+        name: str,
         targets: list[LoraTarget],
         runs: list[_Run],
     ) -> Tensor:
+        weight, bias = _weight(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
         y = x.new_empty(len(x), weight.shape[1])
         ctx.inner = []
         for run in runs:
@@ -103,15 +107,16 @@ class _ExpertLinear(torch.autograd.Function):
                     out[:, target.rows] += (inner @ b.t()).mul_(run.part.scale)
                     ctx.inner.append((run, target, inner))
         ctx.save_for_backward(x)
-        ctx.weight, ctx.runs = weight, runs
+        # Not the weight, which sharding frees and gathers again for the backward pass.
+        ctx.module, ctx.name, ctx.runs = module, name, runs
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        d_y, d_x = grads[0], torch.empty_like(x)
+        d_y, d_x, weight = grads[0], torch.empty_like(x), _weight(ctx.module, ctx.name)
         for run in ctx.runs:
-            torch.mm(d_y[run.start : run.stop], ctx.weight[run.expert], out=d_x[run.start : run.stop])
+            torch.mm(d_y[run.start : run.stop], weight[run.expert], out=d_x[run.start : run.stop])
         for run, target, inner in ctx.inner:
             a, b = (_factor(f, run.expert) for f in run.part.weights[target.name])
             d_rows = d_y[run.start : run.stop, target.rows]

@@ -6,6 +6,7 @@ brings along, so autograd only carries the activations. Experts are in ``experts
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,40 @@ class FrozenMatrix:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, max_packed_rows: int, is_kept: bool = True) -> None:
         """Without ``is_kept`` only the packed layout stays, and at most ``max_packed_rows`` rows are accepted."""
-        self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
+        self._tensors: Mapping[str, Tensor | None] = {
+            "weight": weight.detach() if is_kept else weight.detach()[:0],
+            "bias": None if bias is None else bias.detach(),
+        }
+        self._biases: Mapping[str, Tensor | None] = self._tensors
         self._max_packed_rows = max_packed_rows
-        self._packed = pack(self.weight) if max_packed_rows else None
-        if not is_kept:
-            self.weight = self.weight[:0]
+        self._packed = pack(weight.detach()) if max_packed_rows else None
+
+    @classmethod
+    def of(cls, module: nn.Module, max_packed_rows: int) -> "FrozenMatrix":
+        """Return a matrix whose weight and bias are those that ``module`` has when they are needed.
+
+        Sharding replaces the parameters of a module before and after each pass.
+        """
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        matrix = cls(weight, bias, max_packed_rows)
+        matrix._tensors = matrix._biases = module._parameters
+        return matrix
+
+    def with_bias_of(self, module: nn.Module) -> "FrozenMatrix":
+        """Take the bias from another module than the weight."""
+        self._biases = module._parameters
+        return self
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self._tensors["weight"]
+        assert weight is not None
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._biases.get("bias")
 
     @property
     def is_packed(self) -> bool:
@@ -91,17 +120,14 @@ class FrozenLinear(nn.Module):
     def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, max_packed_rows: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.matrix = FrozenMatrix(linear.weight, linear.bias, max_packed_rows)
+        # Owned here, so that the parameters of the model are those it computes with, and sharding finds them.
+        self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
+        self.matrix = FrozenMatrix.of(self, max_packed_rows)
         self.targets = targets
         self.slot = slot
         self.siblings: Siblings | None = None
         # Makes autograd record the layer even where its input has no gradient (the first layer).
         self._anchor = torch.empty(0, device=linear.weight.device, requires_grad=True)
-
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight: some models read the dtype or device of their layers."""
-        return self.matrix.weight
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

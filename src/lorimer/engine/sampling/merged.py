@@ -23,9 +23,9 @@ class MergedAdapter:
     """The adapter that is currently merged, if any."""
 
     def __init__(self, model: BaseModel, limit_bytes: int) -> None:
-        self._parts = _parts(model)
-        self.memory_bytes = sum(4 * weight.numel() for _, weights, _ in self._parts for weight in weights)
         is_exact = model.device.dtype == torch.float32 and model.head.is_packed
+        self._parts = _parts(model) if is_exact else []
+        self.memory_bytes = sum(4 * weight.numel() for _, weights, _ in self._parts for weight in weights)
         self.is_possible = (
             is_exact and self.memory_bytes <= limit_bytes and not any(t.num_experts for t in model.targets)
         )

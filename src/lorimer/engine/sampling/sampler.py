@@ -276,13 +276,14 @@ class Sampler:
             for prefill in prefills:
                 prefill.is_alone = True
             return []
-        for prefill, span, part in zip(prefills, spans, parts, strict=True):
-            self._score(prefill, hidden_TH[span.start : span.stop], part)
         done = [i for i, prefill in enumerate(prefills) if prefill.cache.length == len(prefill.tokens)]
-        if not done:
-            return []
-        last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
-        return self._begin([prefills[i] for i in done], hidden_TH[last])
+        with self.model.gathered_head():
+            for prefill, span, part in zip(prefills, spans, parts, strict=True):
+                self._score(prefill, hidden_TH[span.start : span.stop], part)
+            if not done:
+                return []
+            last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
+            return self._begin([prefills[i] for i in done], hidden_TH[last])
 
     def _compute(self, prefills: list[Prefill], spans: list[PrefillSpan], parts: list[np.ndarray]) -> Tensor:
         """Compute the next tokens of several prompts in one pass, which extends their caches."""

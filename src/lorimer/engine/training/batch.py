@@ -4,6 +4,7 @@ A ``Pass`` describes one forward pass. Tokens are ordered by adapter, so that ea
 axis and its low-rank products are plain matrix products on that slice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,3 +71,13 @@ def cut_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
         parts[-1].append(i)
         room -= length
     return parts
+
+
+def deal(lengths: Sequence[int], loads: list[int]) -> list[list[int]]:
+    """Deal sequences to ranks, the longest first, each to the rank with the fewest tokens; ``loads`` counts these."""
+    hands: list[list[int]] = [[] for _ in loads]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = loads.index(min(loads))
+        hands[rank].append(i)
+        loads[rank] += lengths[i]
+    return hands
