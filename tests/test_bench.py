@@ -34,7 +34,8 @@ from bench.simulation_report import Figures, check, figures_of, max_turns
 from bench.timing import Contestant, compete
 from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.process import PROGRAM, EngineProcess
+from lorimer.engine.launch import PROGRAM
+from lorimer.engine.process import EngineProcess
 from lorimer.store.manifests import is_whole
 from tests.cluster.installation import missing_programs
 

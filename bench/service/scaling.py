@@ -25,7 +25,7 @@ from bench.service.setting import Bench
 from bench.service_times import ServiceTimes, fit
 from bench.simulated_engine import TIMES
 from lorimer import types
-from lorimer.engine.process import PROGRAM
+from lorimer.engine.launch import PROGRAM
 from lorimer.types.encoding import encode_training_request
 from tests.cluster.installation import Installation, Member, missing_programs
 from tests.store.buckets import BUCKET, FaultProxy, moto, variables
