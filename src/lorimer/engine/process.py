@@ -60,7 +60,8 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, on_event: Callable[[Event], None] | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "lorimer.engine", str(theirs.fileno())]
+        module = "lorimer.engine" if config.vllm is None else "lorimer.engine.vllm"
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ
         )

@@ -51,6 +51,16 @@ def _choose(name: str, index: int) -> torch.device:
     return torch.device(name, index % torch.cuda.device_count()) if name == "cuda" else torch.device(name)
 
 
+def device_variables(config: EngineConfig, device: Device) -> dict[str, str]:
+    """Return environment variables that give another program the devices, or the number of threads, of an engine."""
+    if device.type == "cuda":
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+        own = [visible[(config.device_index + number) % len(visible)] for number in range(config.num_devices)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    return {"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {}
+
+
 def _num_cores() -> int:
     # Not every system can list the cores that a process may use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,371 @@
+"""The process of a vLLM sampler: takes the engine's sampling commands, asks its vLLM server, and replies.
+
+To the scheduler it is an engine that only samples. It ends when its server ends or hangs, and is restarted as an engine
+is. Adapters are loaded by `LoadSampler` under their name and unloaded by `DropSampler`; the scheduler decides which.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import psutil
+
+from lorimer.engine.channel import Connection
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.messages import (
+    Cancel,
+    Command,
+    Done,
+    DropSampler,
+    Failed,
+    GetStatus,
+    LoadProgress,
+    LoadSampler,
+    Ready,
+    Reply,
+    SampleRequest,
+    SampleResult,
+    Shutdown,
+    StateResult,
+    Status,
+    decode_command,
+    encode,
+)
+from lorimer.engine.model.base_model import load_tokenizer
+from lorimer.engine.model.device import open_device
+from lorimer.engine.sampling.stops import Stop
+from lorimer.engine.validation import check_sample
+from lorimer.engine.vllm.base_files import BaseFiles, check_adapter
+from lorimer.engine.vllm.exchange import Collected, completion_body, refuse_inexact, to_result
+from lorimer.engine.vllm.server import VllmServer
+from lorimer.engine.vllm.start_check import BASE, check_mixed_batch
+from lorimer.errors import EngineError, LorimerError, NotFound
+from lorimer.models.sources import resolve
+
+PROBE_SECONDS, HUNG_SECONDS = 30.0, 120.0
+"""How often one token is sampled, and how long vLLM may neither answer that nor compute any other token."""
+
+
+class VllmError(EngineError):
+    """vLLM answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"vLLM answered {status}: {text[:500]}")
+        self.status = status
+
+
+class Vllm:
+    """The HTTP routes of a vLLM server that are used here."""
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+
+    async def post(self, path: str, body: dict[str, Any]) -> bytes:
+        response = await self._client.post(path, json=body)
+        if response.status_code != 200:
+            raise VllmError(response.status_code, response.text)
+        return response.content
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(await self.post("/v1/completions", body))
+        return found
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the pieces of a completion. vLLM stops computing it when the iterator is closed."""
+        body = body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise VllmError(response.status_code, (await response.aread()).decode(errors="replace"))
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if line and data != "[DONE]":
+                    piece = json.loads(data)
+                    if "error" in piece:
+                        raise VllmError(int(piece["error"].get("code") or 500), str(piece["error"]))
+                    yield piece
+
+    async def load_adapter(self, name: str, directory: str | Path) -> None:
+        try:
+            await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+        except VllmError as error:
+            if "already been loaded" not in str(error):
+                raise
+
+    async def unload_adapter(self, name: str) -> None:
+        with contextlib.suppress(VllmError):  # it is not loaded
+            await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def num_tokens(self) -> float:
+        """Return a number that grows while vLLM computes tokens."""
+        lines = (await self._client.get("/metrics")).text.splitlines()
+        counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counters))
+
+
+class Bridge:
+    """Answers commands with the help of one vLLM server."""
+
+    def __init__(self, config: EngineConfig, connection: Connection, base: BaseFiles, tokenizer: Any, vllm: Vllm):
+        assert config.vllm is not None
+        self._max_rank = config.vllm.max_lora_rank
+        self._connection, self._info, self._tokenizer, self._vllm = connection, base.info, tokenizer, vllm
+        self._directories: dict[str, str] = {}
+        """Of the adapters that the scheduler has loaded, by sampler_id."""
+        self._samples: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_sampled = self._num_prefilled = self._num_cached = 0
+        self._closing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a stop command arrives or the other end is gone."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            while (data := self._connection.receive()) is not None:
+                loop.call_soon_threadsafe(self._take, decode_command(data))
+            loop.call_soon_threadsafe(self._closing.set)
+
+        threading.Thread(target=read, name="reader", daemon=True).start()
+        await self._closing.wait()
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case Shutdown():
+                self._closing.set()
+            case SampleRequest(request_id=request_id):
+                task = self._samples[request_id] = self._begin(self._answer(request_id, self._sample(command)))
+                task.add_done_callback(lambda _: self._samples.pop(request_id, None))
+            case Cancel(request_id=request_id):
+                if (running := self._samples.pop(request_id, None)) is not None and running.cancel():
+                    self.send(Failed(request_id=request_id, category="cancelled", error="cancelled by the client"))
+            case LoadSampler(request_id=request_id):
+                self._begin(self._answer(request_id, self._load(command)))
+            case DropSampler(request_id=request_id, sampler_id=name):
+                self._begin(self._answer(request_id, self._drop(name)))
+            case GetStatus(request_id=request_id):
+                self.send(Done(request_id=request_id, result=self._status()))
+            case _:
+                error = f"{type(command).__name__} is not accepted: this process only samples"
+                request_id = getattr(command, "request_id", "")
+                self.send(Failed(request_id=request_id, category="user", error=error))
+
+    def _begin(self, work: Any) -> "asyncio.Task[None]":
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, request_id: str, work: Any) -> None:
+        try:
+            reply: Reply = Done(request_id=request_id, result=await work)
+        except asyncio.CancelledError:
+            return  # answered by whoever cancelled it
+        except Exception as error:
+            reply = failure(request_id, error)
+        self.send(reply)
+
+    # ── adapters ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def _load(self, command: LoadSampler) -> StateResult:
+        check_adapter(command.directory, self._max_rank)
+        await self._vllm.load_adapter(command.sampler_id, command.directory)
+        self._directories[command.sampler_id] = command.directory
+        return StateResult()
+
+    async def _drop(self, name: str) -> StateResult:
+        del self._directories[name]
+        await self._vllm.unload_adapter(name)
+        return StateResult()
+
+    async def _load_again(self, name: str, error: VllmError) -> None:
+        """Load an adapter that vLLM has dropped."""
+        if error.status != 404 or name not in self._directories:
+            raise error
+        await self._vllm.load_adapter(name, self._directories[name])
+
+    # ── samples ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def _sample(self, request: SampleRequest) -> SampleResult:
+        refuse_inexact(request)
+        check_sample(request, vocab_size=self._info.vocab_size, max_context=self._info.max_context)
+        if request.sampler_id is not None and request.sampler_id not in self._directories:
+            raise NotFound(f"there is no sampler {request.sampler_id!r}")
+        stop = Stop(request.params.stop, self._info.eos_token_ids, self._tokenizer)
+        try:
+            result = await self._compute(request, stop)
+        except VllmError as error:
+            await self._load_again(request.sampler_id or "", error)
+            result = await self._compute(request, stop)
+        self._num_sampled += sum(len(sequence.tokens) for sequence in result.sequences)
+        self._num_cached += result.prompt_cache_hit_tokens
+        self._num_prefilled += result.prompt_tokens - result.prompt_cache_hit_tokens
+        return result
+
+    async def _compute(self, request: SampleRequest, stop: Stop) -> SampleResult:
+        if request.stream or stop.strings:
+            # Each has a request of its own, which ends when the sequence meets a stop string.
+            try:
+                async with asyncio.TaskGroup() as group:
+                    indexes = range(request.num_samples)
+                    tasks = [group.create_task(self._stream(request, stop, index)) for index in indexes]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            streamed = [task.result() for task in tasks]
+            return to_result(request, [collected for collected, _ in streamed], streamed[0][1])
+        found = await self._vllm.complete(self._body(request, stop))
+        sequences = []
+        for choice in sorted(found["choices"], key=lambda choice: choice["index"]):
+            collected = Collected()
+            collected.add(choice, request.topk_sample_logprobs)
+            sequences.append(collected)
+        return to_result(request, sequences, found.get("usage"))
+
+    def _body(self, request: SampleRequest, stop: Stop, index: int | None = None) -> dict[str, Any]:
+        name = BASE if request.sampler_id is None else request.sampler_id
+        return completion_body(request, name, sorted(stop.ids), self._info.max_context, index=index)
+
+    async def _stream(self, request: SampleRequest, stop: Stop, index: int) -> tuple[Collected, dict[str, Any] | None]:
+        """Sample one sequence, token by token. Return it with the usage, if vLLM told it."""
+        collected, watch, usage = Collected(), stop.begin(), None
+        async with contextlib.aclosing(self._vllm.stream(self._body(request, stop, index))) as pieces:
+            async for piece in pieces:
+                usage = piece.get("usage") or usage
+                is_cut = False
+                for choice in piece["choices"]:
+                    first = len(collected.tokens)
+                    collected.add(choice, request.topk_sample_logprobs)
+                    for length in range(first + 1, len(collected.tokens) + 1):
+                        if watch.ends(collected.tokens[:length]):
+                            is_cut = collected.stop_reason is None
+                            collected.cut(length)
+                            break
+                    if request.stream and (len(collected.tokens) > first or collected.stop_reason):
+                        self.send(collected.progress(request.request_id, index, first))
+                if is_cut:  # vLLM does not know of the stop, and would go on
+                    break
+        if collected.stop_reason is None:
+            raise EngineError("vLLM ended a stream before its sequence")
+        return collected, usage
+
+    def _status(self) -> Status:
+        return Status(
+            num_runs=0,
+            num_samplers=len(self._directories),
+            num_sampling=len(self._samples),
+            num_waiting=0,
+            memory_bytes=psutil.Process().memory_info().rss,
+            train_tokens=0,
+            sampled_tokens=self._num_sampled,
+            prefilled_tokens=self._num_prefilled,
+            cached_tokens=self._num_cached,
+        )
+
+    def send(self, reply: Reply) -> None:
+        """Send a reply; stop if the other end is gone."""
+        try:
+            self._connection.send(encode(reply))
+        except OSError:
+            self._closing.set()
+
+
+async def watch(vllm: Vllm) -> None:
+    """Sample one token now and then. Return when vLLM has neither answered nor computed anything for too long."""
+    body = {"model": BASE, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
+    while True:
+        await asyncio.sleep(PROBE_SECONDS)
+        probe = asyncio.create_task(vllm.complete(body))
+        try:
+            if not await makes_progress(vllm, probe):
+                return
+        finally:
+            probe.cancel()
+
+
+async def makes_progress(vllm: Vllm, probe: "asyncio.Task[dict[str, Any]]") -> bool:
+    """Wait for a probe, which waits its turn behind other requests while these are computed."""
+    num_tokens, since = -1.0, time.monotonic()
+    while time.monotonic() - since < HUNG_SECONDS:
+        done, _ = await asyncio.wait([probe], timeout=HUNG_SECONDS / 8)
+        if done:
+            return probe.exception() is None
+        with contextlib.suppress(httpx2.HTTPError, TimeoutError):
+            async with asyncio.timeout(HUNG_SECONDS / 8):
+                found = await vllm.num_tokens()
+            if found != num_tokens:
+                num_tokens, since = found, time.monotonic()
+    return False
+
+
+def failure(request_id: str, error: Exception) -> Failed:
+    if isinstance(error, LorimerError) and not isinstance(error, EngineError):
+        return Failed(request_id=request_id, category="user", error=str(error))
+    if not isinstance(error, LorimerError | httpx2.HTTPError):
+        traceback.print_exception(error)
+    return Failed(request_id=request_id, category="server", error=f"{type(error).__name__}: {error}")
+
+
+async def serve(config: EngineConfig, connection: Connection) -> str:
+    """Start vLLM, and serve until the other end is gone. Return why vLLM ended, if it did."""
+
+    def report(stage: str, fraction: float | None = None) -> None:
+        connection.send(encode(LoadProgress(stage=stage, fraction=fraction)))
+
+    cache = Path(config.cache_directory) if config.cache_directory else None
+    source = resolve(config.model, cache_directory=cache, progress=report)
+    report("choosing device and precision")
+    device = open_device(config)
+    tokenizer = load_tokenizer(source.directory)
+    base = BaseFiles(source, config, device, tokenizer)
+    report("starting vLLM")
+    server = VllmServer(config, source.directory, device, base.info.max_context)
+    try:
+        async with server.client() as client:
+            await server.wait_until_ready(client)
+            vllm = Vllm(client)
+            report("comparing adapters alone and in a mixed batch")
+            await check_mixed_batch(vllm, base, server.folder, device)
+            bridge = Bridge(config, connection, base, tokenizer, vllm)
+            bridge.send(Ready(info=base.info))
+            tasks = {
+                asyncio.create_task(bridge.run()): "",
+                asyncio.create_task(server.wait_until_ended()): "vLLM ended",
+                asyncio.create_task(watch(vllm)): f"vLLM computed nothing for {HUNG_SECONDS:.0f} s, or refused a probe",
+            }
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return min(tasks[task] for task in done)
+    finally:
+        await asyncio.to_thread(server.close)
+
+
+def main(descriptor: int) -> None:
+    """Serve the process at the other end of the socket ``descriptor``."""
+    # Ctrl-C reaches the whole group; the process that owns this one decides what to do about it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=descriptor))
+    data = connection.receive()
+    if data is None:
+        return
+    try:
+        reason = asyncio.run(serve(msgspec.msgpack.decode(data, type=EngineConfig), connection))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            connection.send(encode(failure("", error)))
+        sys.exit(1)
+    if reason:
+        sys.stderr.write(f"vllm: {reason}\n")
+        sys.stderr.flush()
+        os._exit(1)
