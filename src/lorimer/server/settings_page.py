@@ -47,6 +47,7 @@ With `sampler`, [vLLM servers](scaling.md#vllm-samplers) sample beside the engin
 | `max_loras` | `8` | Most adapters that one server holds, and computes in one batch, besides the base. |
 | `max_lora_rank` | `32` | Highest rank of an adapter that it takes; the engine samples those of a higher rank. |
 | `tensor_parallel` | `1` | Devices of one server. |
+| `ignore_seeds` | `false` | Let vLLM also sample for clients that chose a seed, which it does not use. |
 | `arguments` | `[]` | Further command-line arguments of vLLM's server. |
 """
 NOTES = {"max_sessions_per_user": [SHARES], "device": [TABLES]}

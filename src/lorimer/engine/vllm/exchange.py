@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from lorimer.engine.config import TEMPERATURES
 from lorimer.engine.messages import SampledSequence, SampleProgress, SampleRequest, SampleResult, TopkLogprobs
 from lorimer.errors import EngineError, Unsupported
-
-MAX_SEED = 2**63 - 1
 
 
 def refuse_inexact(request: SampleRequest) -> None:
     """Raise `Unsupported` for what vLLM does not answer as the engine does. The scheduler sends such to the engine."""
     params = request.params
     needs = {
+        "temperature": params.temperature != 0 and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1],
         "top_k": params.top_k > 0,
         "top_p": params.top_p < 1,
         "prompt_logprobs": request.prompt_logprobs,
@@ -33,21 +33,20 @@ def refuse_inexact(request: SampleRequest) -> None:
 
 
 def completion_body(
-    request: SampleRequest, adapter: str, stop_ids: list[int], max_context: int, *, index: int | None = None
+    request: SampleRequest, adapter: str, stop_ids: list[int], max_context: int, *, is_streamed: bool
 ) -> dict[str, Any]:
-    """Return the body of a request: of all samples, or of the one with number ``index``, which is streamed.
+    """Return the body of a request for all samples, or for a single one, which is streamed.
 
-    ``stop_ids`` are all the tokens that end a sequence.
+    ``stop_ids`` are all the tokens that end a sequence. The seed is left out: vLLM 0.32 on a CPU dies of one when it
+    computes a prompt in several parts.
     """
     params, length = request.params, len(request.prompt)
-    # vLLM adds the number of the sample to the seed.
-    seed = {} if params.seed is None else {"seed": (params.seed + (index or 0)) % MAX_SEED}
     salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
     return {
         "model": adapter,
         "prompt": np.asarray(request.prompt).tolist(),
-        "n": request.num_samples if index is None else 1,
-        "stream": index is not None,
+        "n": 1 if is_streamed or not params.temperature else request.num_samples,  # greedy samples are all the same
+        "stream": is_streamed,
         "max_tokens": params.max_tokens or max_context - length,
         "temperature": params.temperature,
         "logprobs": request.topk_sample_logprobs,
@@ -57,7 +56,6 @@ def completion_body(
         "add_special_tokens": False,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        **seed,
         **salt,
     }
 

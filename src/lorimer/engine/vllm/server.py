@@ -5,6 +5,7 @@ It listens on a Unix socket in a directory that only this user can open: vLLM's 
 
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,7 @@ def arguments(config: EngineConfig, directory: Path, device: Device, max_context
         "--max-loras": str(vllm.max_loras + 1),  # one for the base
         "--max-cpu-loras": str(2 * vllm.max_loras + 1),
         "--max-lora-rank": str(vllm.max_lora_rank),
+        "--seed": str(secrets.randbits(31)),  # the default is the same for all servers, after each start
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
         # Otherwise values of the model's generation_config.json apply to requests that do not set them.
