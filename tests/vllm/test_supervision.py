@@ -4,11 +4,22 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
+import torch
 from tinker import types
 
+from lorimer.engine.config import EngineConfig
+from lorimer.engine.model.device import open_device
+from lorimer.engine.vllm.base_files import BaseFiles
+from lorimer.engine.vllm.routes import BASE, Vllm
+from lorimer.engine.vllm.server import MODEL_NAME
+from lorimer.engine.vllm.start_check import OTHER, TOLERANCES, compare
+from lorimer.errors import ModelRefused
+from lorimer.models.sources import resolve
 from tests.conformance.samples import current_logprobs, datum, prompt_of
 from tests.conformance.servers import LORIMER, environment
 from tests.vllm.conftest import MODEL, SAMPLER
@@ -100,3 +111,22 @@ def test_server_ends_with_its_owner(tmp_path):
         group = group_of(found[0])
         owner.kill()
     wait_until_gone(group)
+
+
+async def test_check_at_start_finds_a_base_without_an_adapter(installation):
+    """The trap for which the base is asked as an adapter of zeros: beside adapters, vLLM computes it with theirs."""
+    installation.wait_until_ready()
+    [process] = vllm_processes(installation.pid)
+    command = process.cmdline()
+    socket = command[command.index("--uds") + 1]
+    config = EngineConfig(model=MODEL, dtype="float32")
+    base = BaseFiles(resolve(MODEL), config, open_device(config), None)
+    async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=socket), base_url="http://vllm") as client:
+        vllm = Vllm(client)
+        await vllm.load_adapter(OTHER, Path(socket).parent / OTHER)
+        try:
+            with pytest.raises(ModelRefused, match="differ between one adapter alone and a mixed batch"):
+                await compare(vllm, base, (MODEL_NAME, OTHER), TOLERANCES[torch.float32])
+            await compare(vllm, base, (BASE, OTHER), TOLERANCES[torch.float32])
+        finally:
+            await vllm.unload_adapter(OTHER)

@@ -29,13 +29,12 @@ class BaseFiles:
         if hasattr(settings, "vision_config"):
             raise ModelRefused(f"{source.name!r} reads images; only text models are sampled with vLLM")
         self.shapes = read_shapes(source.directory)
-        self.layers = [name for name in self.shapes if name.rpartition(".")[2] in PROJECTIONS]
-        experts = sorted(name for name in self.shapes if "experts" in name.split("."))
-        if experts or not self.layers:
-            found = experts[0] if experts else "no q_proj, k_proj and the like"
+        self.layers = [name for name in self.shapes if "layers" in name.split(".")]
+        strange = [name for name in self.layers if "experts" in name or name.rpartition(".")[2] not in PROJECTIONS]
+        if strange or not self.layers:
             raise ModelRefused(
-                f"{source.name!r} has {found}: adapters of experts or of fused layers cannot be given to vLLM; remove"
-                " `sampler` from its table, and the engine samples"
+                f"{source.name!r} has {strange[0] if strange else 'no layers'!r}; vLLM samples models whose layers are"
+                f" {', '.join(PROJECTIONS)}, not experts or fused layers: remove `sampler`, and the engine samples"
             )
         own_limit = longest_context(settings)
         if config.max_context > own_limit:

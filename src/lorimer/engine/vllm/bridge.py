@@ -6,15 +6,13 @@ is. Adapters are loaded by `LoadSampler` under their name and unloaded by `DropS
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,77 +42,16 @@ from lorimer.engine.messages import (
     encode,
 )
 from lorimer.engine.model.base_model import load_tokenizer
-from lorimer.engine.model.device import open_device
+from lorimer.engine.model.device import Device, open_device
 from lorimer.engine.sampling.stops import Stop
 from lorimer.engine.validation import check_sample
 from lorimer.engine.vllm.base_files import BaseFiles, check_adapter
 from lorimer.engine.vllm.exchange import Collected, completion_body, refuse_inexact, to_result
-from lorimer.engine.vllm.server import VllmServer, is_healthy
-from lorimer.engine.vllm.start_check import BASE, check_mixed_batch
+from lorimer.engine.vllm.routes import BASE, HUNG_SECONDS, Vllm, VllmError, watch
+from lorimer.engine.vllm.server import VllmServer
+from lorimer.engine.vllm.start_check import check_mixed_batch
 from lorimer.errors import EngineError, LorimerError, NotFound
 from lorimer.models.sources import resolve
-
-PROBE_SECONDS, HUNG_SECONDS = 30.0, 120.0
-"""How often one token is sampled, and how long vLLM may neither answer that nor compute any other token."""
-
-
-class VllmError(EngineError):
-    """vLLM answered with an error."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"vLLM answered {status}: {text[:500]}")
-        self.status = status
-
-
-class Vllm:
-    """The HTTP routes of a vLLM server that are used here."""
-
-    def __init__(self, client: httpx2.AsyncClient) -> None:
-        self._client = client
-
-    async def post(self, path: str, body: dict[str, Any]) -> bytes:
-        response = await self._client.post(path, json=body)
-        if response.status_code != 200:
-            raise VllmError(response.status_code, response.text)
-        return response.content
-
-    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(await self.post("/v1/completions", body))
-        return found
-
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the pieces of a completion. vLLM stops computing it when the iterator is closed."""
-        body = body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        async with self._client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise VllmError(response.status_code, (await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data: ")
-                if line and data != "[DONE]":
-                    piece = json.loads(data)
-                    if "error" in piece:
-                        raise VllmError(int(piece["error"].get("code") or 500), str(piece["error"]))
-                    yield piece
-
-    async def load_adapter(self, name: str, directory: str | Path) -> None:
-        try:
-            await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-        except VllmError as error:
-            if "already been loaded" not in str(error):
-                raise
-
-    async def unload_adapter(self, name: str) -> None:
-        with contextlib.suppress(VllmError):  # it is not loaded
-            await self.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def is_healthy(self) -> bool:
-        return await is_healthy(self._client)
-
-    async def num_tokens(self) -> float:
-        """Return a number that grows while vLLM computes tokens."""
-        lines = (await self._client.get("/metrics")).text.splitlines()
-        counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counters))
 
 
 class Bridge:
@@ -129,19 +66,14 @@ class Bridge:
         self._samples: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_sampled = self._num_prefilled = self._num_cached = 0
-        self._closing, self._broken = asyncio.Event(), asyncio.Event()
+        self._broken = asyncio.Event()
 
-    async def run(self) -> None:
-        """Serve until a stop command arrives or the other end is gone."""
-        loop = asyncio.get_running_loop()
-
-        def read() -> None:
-            while (data := self._connection.receive()) is not None:
-                loop.call_soon_threadsafe(self._take, decode_command(data))
-            loop.call_soon_threadsafe(self._closing.set)
-
-        threading.Thread(target=read, name="reader", daemon=True).start()
-        await self._closing.wait()
+    async def run(self, first: "asyncio.Task[Command | None]", others: "asyncio.Queue[Command | None]") -> None:
+        """Take commands until one to stop arrives or the other end is gone."""
+        command = await first
+        while command is not None and not isinstance(command, Shutdown):
+            self._take(command)
+            command = await others.get()
 
     async def wait_until_broken(self) -> None:
         """Wait until vLLM has failed a command and is not healthy."""
@@ -149,8 +81,6 @@ class Bridge:
 
     def _take(self, command: Command) -> None:
         match command:
-            case Shutdown():
-                self._closing.set()
             case SampleRequest(request_id=request_id):
                 task = self._samples[request_id] = self._begin(self._answer(request_id, self._sample(command)))
                 task.add_done_callback(lambda _: self._samples.pop(request_id, None))
@@ -285,39 +215,8 @@ class Bridge:
         )
 
     def send(self, reply: Reply) -> None:
-        """Send a reply; stop if the other end is gone."""
-        try:
+        with contextlib.suppress(OSError):  # the other end is gone, and `run` ends
             self._connection.send(encode(reply))
-        except OSError:
-            self._closing.set()
-
-
-async def watch(vllm: Vllm) -> None:
-    """Sample one token now and then. Return when vLLM has neither answered nor computed anything for too long."""
-    body = {"model": BASE, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
-    while True:
-        await asyncio.sleep(PROBE_SECONDS)
-        probe = asyncio.create_task(vllm.complete(body))
-        try:
-            if not await makes_progress(vllm, probe):
-                return
-        finally:
-            probe.cancel()
-
-
-async def makes_progress(vllm: Vllm, probe: "asyncio.Task[dict[str, Any]]") -> bool:
-    """Wait for a probe, which waits its turn behind other requests while these are computed."""
-    num_tokens, since = -1.0, time.monotonic()
-    while time.monotonic() - since < HUNG_SECONDS:
-        done, _ = await asyncio.wait([probe], timeout=HUNG_SECONDS / 8)
-        if done:
-            return probe.exception() is None
-        with contextlib.suppress(httpx2.HTTPError, TimeoutError):
-            async with asyncio.timeout(HUNG_SECONDS / 8):
-                found = await vllm.num_tokens()
-            if found != num_tokens:
-                num_tokens, since = found, time.monotonic()
-    return False
 
 
 def is_of_server(error: Exception) -> bool:
@@ -331,6 +230,22 @@ def failure(request_id: str, error: Exception) -> Failed:
     if not isinstance(error, LorimerError | httpx2.HTTPError):
         traceback.print_exception(error)
     return Failed(request_id=request_id, category="server", error=f"{type(error).__name__}: {error}")
+
+
+def read_commands(connection: Connection) -> "asyncio.Queue[Command | None]":
+    """Read commands on a thread of its own; None stands for the end of the connection."""
+    loop, commands = asyncio.get_running_loop(), asyncio.Queue[Command | None]()
+
+    def read() -> None:
+        command: Command | None = Shutdown()
+        while command is not None:
+            data = connection.receive()
+            command = None if data is None else decode_command(data)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(commands.put_nowait, command)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    return commands
 
 
 async def serve(config: EngineConfig, connection: Connection) -> str:
@@ -349,14 +264,18 @@ async def serve(config: EngineConfig, connection: Connection) -> str:
     server = VllmServer(config, source.directory, device, base.info.max_context)
     try:
         async with server.client() as client:
-            await server.wait_until_ready(client)
-            vllm = Vllm(client)
-            report("comparing adapters alone and in a mixed batch")
-            await check_mixed_batch(vllm, base, server.folder, device)
+            vllm, commands = Vllm(client), read_commands(connection)
+            first = asyncio.create_task(commands.get())
+            ready = asyncio.create_task(make_ready(server, client, vllm, base, device, report))
+            await asyncio.wait([first, ready], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():  # before it is ready, nothing comes but the end
+                ready.cancel()
+                return ""
+            ready.result()
             bridge = Bridge(config, connection, base, tokenizer, vllm)
             bridge.send(Ready(info=base.info))
             tasks = {
-                asyncio.create_task(bridge.run()): "",
+                asyncio.create_task(bridge.run(first, commands)): "",
                 asyncio.create_task(server.wait_until_ended()): "vLLM ended",
                 asyncio.create_task(bridge.wait_until_broken()): "vLLM failed",
                 asyncio.create_task(watch(vllm)): f"vLLM computed nothing for {HUNG_SECONDS:.0f} s, or refused a probe",
@@ -367,6 +286,19 @@ async def serve(config: EngineConfig, connection: Connection) -> str:
             return min(tasks[task] for task in done)
     finally:
         await asyncio.to_thread(server.close)
+
+
+async def make_ready(
+    server: VllmServer,
+    client: httpx2.AsyncClient,
+    vllm: Vllm,
+    base: BaseFiles,
+    device: Device,
+    report: Callable[[str], None],
+) -> None:
+    await server.wait_until_ready(client)
+    report("comparing adapters alone and in a mixed batch")
+    await check_mixed_batch(vllm, base, server.folder, device.dtype)
 
 
 def main(descriptor: int) -> None:

@@ -7,21 +7,16 @@ model is always asked as an adapter of zeros, and this check shows for the insta
 import asyncio
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from lorimer.engine.model.device import Device
 from lorimer.engine.vllm.base_files import BaseFiles
+from lorimer.engine.vllm.routes import BASE, Vllm
 from lorimer.errors import ModelRefused
 
-if TYPE_CHECKING:
-    from lorimer.engine.vllm.bridge import Vllm
-
-BASE = "lorimer-zeros"
-"""The name of the adapter of zeros."""
-_OTHER = "lorimer-check"
+OTHER = "lorimer-check"
 _SCALE = 0.5
 _NUM_PROMPTS, _PROMPT_LENGTH, _NUM_SAMPLED = 6, 16, 8
 TOLERANCES = {torch.float32: 1e-4}
@@ -29,25 +24,33 @@ ROUGH_TOLERANCE = 0.5
 """In a lower precision logprobs depend on the shape of the batch; another adapter's weights change them by far more."""
 
 
-async def check_mixed_batch(vllm: "Vllm", base: BaseFiles, folder: Path, device: Device) -> None:
+async def check_mixed_batch(vllm: Vllm, base: BaseFiles, folder: Path, dtype: torch.dtype) -> None:
     """Raise `ModelRefused` unless adapters give the same logprobs in a mixed batch as alone. Load the one of zeros."""
-    for name, scale in ((BASE, 0.0), (_OTHER, _SCALE)):
+    for name, scale in ((BASE, 0.0), (OTHER, _SCALE)):
         base.write_adapter(folder / name, scale)
         await vllm.load_adapter(name, folder / name)
-    tolerance = TOLERANCES.get(device.dtype, ROUGH_TOLERANCE)
-    cases = [(name, number) for number in range(_NUM_PROMPTS) for name in (BASE, _OTHER)]
+    await compare(vllm, base, (BASE, OTHER), TOLERANCES.get(dtype, ROUGH_TOLERANCE))
+    await vllm.unload_adapter(OTHER)
+
+
+async def compare(vllm: Vllm, base: BaseFiles, names: tuple[str, str], tolerance: float) -> None:
+    """Raise `ModelRefused` unless two adapters differ from each other, and not in a mixed batch from alone."""
+    cases = [(name, number) for number in range(_NUM_PROMPTS) for name in names]
     alone = {case: await _sample(vllm, base, *case) for case in cases}
-    if min(_gap(alone[BASE, number], alone[_OTHER, number]) for number in range(_NUM_PROMPTS)) <= 2 * tolerance:
-        raise ModelRefused(f"{base.source.name!r} has the same logprobs in vLLM with and without an adapter")
+    if all(_tokens(alone[names[0], number]) == _tokens(alone[names[1], number]) for number in range(_NUM_PROMPTS)):
+        raise ModelRefused(f"{base.source.name!r} samples the same in vLLM with and without an adapter")
     mixed = dict(zip(cases, await asyncio.gather(*(_sample(vllm, base, *case) for case in cases)), strict=True))
-    worst = {of: max(_gap(alone[case], mixed[case]) for case in cases if case[0] == of) for of in (BASE, _OTHER)}
+    worst = {of: max(_gap(alone[case], mixed[case]) for case in cases if case[0] == of) for of in names}
     if not max(worst.values()) <= tolerance:
         raise ModelRefused(
             f"logprobs of {base.source.name!r} in vLLM differ between one adapter alone and a mixed batch by"
-            f" {worst[BASE]:.2g} for the base and {worst[_OTHER]:.2g} for an adapter; in {base.info.dtype}"
+            f" {worst[names[0]]:.2g} for the base and {worst[names[1]]:.2g} for an adapter; in {base.info.dtype}"
             f" {tolerance:g} is accepted"
         )
-    await vllm.unload_adapter(_OTHER)
+
+
+def _tokens(sampled: list[tuple[int, float]]) -> list[int]:
+    return [token for token, _ in sampled]
 
 
 def _gap(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> float:
@@ -57,7 +60,7 @@ def _gap(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> float:
     return max(abs(a - b) for (_, a), (_, b) in pairs[: num_same + 1])
 
 
-async def _sample(vllm: "Vllm", base: BaseFiles, adapter: str, number: int) -> list[tuple[int, float]]:
+async def _sample(vllm: Vllm, base: BaseFiles, adapter: str, number: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens after a random prompt, with their logprobs."""
     length = max(1, min(_PROMPT_LENGTH, base.info.max_context - _NUM_SAMPLED))
     body = {
