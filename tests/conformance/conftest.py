@@ -80,13 +80,16 @@ def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settin
 def serve_with_vllm(data: Path, users: Sequence[str], **settings: object) -> RunningServer:
     """Serve a small model of a shape that vLLM has attention for."""
     from lorimer.models.debug import make_debug_model  # loads torch
+    from tests.vllm.conftest import FIGURES
     from tests.vllm.installation import running_installation
 
     KEYS.update({user: create_key(data, user) for user in users})
     model = data.parent / "model"
     make_debug_model(model, head_dim=32)
-    opened = running_installation(data, MODEL, str(model), KEYS[users[0]], **settings)
-    return SERVERS.enter_context(opened).server
+    started = running_installation(data, MODEL, str(model), KEYS[users[0]], ignore_seeds=False, **settings)
+    opened = SERVERS.enter_context(started)
+    SERVERS.callback(lambda: FIGURES.append(f"conformance: samples by replica {dict(opened.places())}"))
+    return opened.server
 
 
 KEYS: dict[str, str] = {}

@@ -20,7 +20,7 @@ READY_SECONDS = 600
 
 def write_config(path: Path, model: str, source: str = "", **sampler: object) -> Path:
     """Write a configuration that samples a base model with vLLM."""
-    values = {"kind": "vllm", "python": str(vllm_python()), "max_loras": 2, "ignore_seeds": True} | sampler
+    values = {"kind": "vllm", "python": str(vllm_python()), "max_loras": 2} | sampler
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
     # By default vLLM reserves much of the memory of the machine.
     lines = [f'[model."{model}"]', f"memory_bytes = {2**30}", f"sampler = {{ {table} }}"]
@@ -67,10 +67,10 @@ class Installation:
 
 @contextmanager
 def running_installation(
-    data: Path, model: str, source: str = "", key: str = "", **settings: object
+    data: Path, model: str, source: str = "", key: str = "", ignore_seeds: bool = True, **settings: object
 ) -> Iterator[Installation]:
     """Serve one base model until the block ends; vLLM is ready when the first line of the block runs."""
-    config = write_config(data.parent / "vllm.toml", model, source)
+    config = write_config(data.parent / "vllm.toml", model, source, ignore_seeds=ignore_seeds)
     with running_server(data, [], config=config, start_engines="eager", **settings) as server:
         opened = Installation(server, model, key)
         opened.wait_until_ready()
