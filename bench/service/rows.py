@@ -14,6 +14,7 @@ from bench.service.figures import Figure, median, percentile, spread
 from bench.service.hostile import hostile
 from bench.service.http import HttpPool
 from bench.service.pollers import pollers
+from bench.service.samplers import samplers
 from bench.service.scaling import scaling
 from bench.service.sdk import sdk
 from bench.service.server import MODEL, Weight, allow_files
@@ -349,4 +350,5 @@ ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
     "scaling": scaling,
     "sdk": sdk,
     "sweep": sweep,
+    "samplers": samplers,
 }

@@ -62,10 +62,12 @@ def disk_bytes(directory: Path) -> int:
 
 
 @contextmanager
-def running_server(data: Path, num_threads: int, model: str = MODEL, /, **settings: object) -> Iterator[BenchServer]:
+def running_server(
+    data: Path, num_threads: int, model: str = MODEL, /, *, config: Path | None = None, **settings: object
+) -> Iterator[BenchServer]:
     """Serve until the block ends; the server is ready when the block starts. Its log is next to ``data``."""
     command = [sys.executable, "-m", "lorimer.cli.main", "serve", "--port", "0", "--data", str(data), "--model", model]
-    command += ["--dtype", "float32"]
+    command += ["--dtype", "float32", *(["--config", str(config)] if config is not None else [])]
     for name, value in (settings | {"num_threads": num_threads}).items():
         command += ["--set", f"{name}={value}"]
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("LORIMER_", "TINKER_"))}

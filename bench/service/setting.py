@@ -41,6 +41,9 @@ class Sizes:
     sweep_steps: int = 10
     sweep_batch: int = 32
     sweep_rounds: int = 3
+    vllm_prompts: int = 32
+    vllm_tokens: int = 128
+    vllm_rounds: int = 3
 
 
 FULL = Sizes()
@@ -87,14 +90,14 @@ class Bench:
 
     @asynccontextmanager
     async def server(
-        self, name: str, model: str = MODEL, /, **settings: object
+        self, name: str, model: str = MODEL, /, *, config: Path | None = None, **settings: object
     ) -> AsyncIterator[tuple[BenchServer, HttpPool]]:
         """Start a server of ``model`` with an empty directory, or return the shared one with the default model."""
         with ExitStack() as ending:
             server = self.shared
             if server is None:
                 self.progress(f"{name}: starting a server")
-                started = running_server(self.root / name, self.num_threads, model, **settings)
+                started = running_server(self.root / name, self.num_threads, model, config=config, **settings)
                 server = ending.enter_context(started)
             pool = HttpPool(server.host, server.port)
             ending.callback(pool.close)

@@ -1,6 +1,7 @@
 """The servers, users and clients of the conformance tests. What the SDK writes at home goes to a temporary home."""
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,8 @@ LEFT_OPEN = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptio
 
 HERE = Path(__file__).parent
 SERVERS = ExitStack()
+IS_VLLM = bool(os.environ.get("LORIMER_TEST_VLLM"))
+"""``make test-vllm`` runs those of sampling on a server that samples with vLLM too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,6 +75,21 @@ def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settin
     return RunningServer(opened.url, opened.data)
 
 
+def serve_with_vllm(data: Path, users: Sequence[str], **settings: object) -> RunningServer:
+    """Serve a small model of a shape that vLLM has attention for."""
+    from lorimer.models.debug import make_debug_model  # loads torch
+    from tests.vllm.conftest import FIGURES
+    from tests.vllm.installation import running_installation
+
+    KEYS.update({user: create_key(data, user) for user in users})
+    model = data.parent / "model"
+    make_debug_model(model, head_dim=32)
+    started = running_installation(data, MODEL, str(model), KEYS[users[0]], ignore_seeds=False, **settings)
+    opened = SERVERS.enter_context(started)
+    SERVERS.callback(lambda: FIGURES.append(f"conformance: samples by replica {dict(opened.places())}"))
+    return opened.server
+
+
 KEYS: dict[str, str] = {}
 
 
@@ -83,6 +101,8 @@ def keys(server: RunningServer) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def server(data_directory: Path) -> RunningServer:
     """Two names for one small model. Polls end early, so that clients ask several times."""
+    if IS_VLLM:
+        return serve_with_vllm(data_directory, ("alice", "bob"), poll_seconds=0.5)
     models = [f"{name}=lorimer/debug" for name in (MODEL, TWIN)]
     return serve(data_directory, models, ("alice", "bob"), poll_seconds=0.5, start_engines="lazy")
 

@@ -42,9 +42,12 @@ def create_key(data: Path, user: str) -> str:
 
 
 @contextmanager
-def running_server(data: Path, models: Sequence[str], **settings: object) -> Iterator[RunningServer]:
+def running_server(
+    data: Path, models: Sequence[str], *, config: Path | None = None, **settings: object
+) -> Iterator[RunningServer]:
     """Serve ``models`` until the block ends; ready when the first line of the block runs."""
     command = [*LORIMER, "serve", "--port", "0", "--data", str(data), "--dtype", "float32", "--set", "num_threads=1"]
+    command += ["--config", str(config)] if config is not None else []
     for model in models:
         command += ["--model", model]
     for name, value in settings.items():

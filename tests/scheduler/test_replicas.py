@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample
+from lorimer import types
+from lorimer.engine.config import EngineConfig, VllmConfig
+from lorimer.scheduler.placement import (
+    Load,
+    choose_for_run,
+    choose_for_sample,
+    is_sampler,
+    replica_configs,
+    vllm_lacks,
+)
 from lorimer.store import moves
+from lorimer.types.tensors import TensorData
 from tests.scheduler.service import MODEL, Service, service
 
 LEFT, RIGHT = f"{MODEL}#0", f"{MODEL}#1"
@@ -172,3 +182,48 @@ def test_an_overloaded_or_failed_replica_is_passed_over():
     assert choose_for_sample(replicas, "weights") is first
     first._load = Load(is_usable=False)
     assert choose_for_sample(replicas, "weights") not in (first, second)
+
+
+def test_samplers_have_replicas_and_devices_of_their_own():
+    vllm = VllmConfig(replicas=2, tensor_parallel=2)
+    found = replica_configs({"m": EngineConfig(vllm=vllm), "n": EngineConfig()}, {"m": 3})
+    engines = {place: config.device_index for place, (_, config) in found.items() if config.vllm is None}
+    samplers = {place: config.device_index for place, (_, config) in found.items() if config.vllm is vllm}
+    assert engines == {"m#0": 0, "m#1": 1, "m#2": 2, "n#0": 0}
+    assert samplers == {"m#sampler-0": 3, "m#sampler-1": 5}
+    assert {place for place in found if is_sampler(place)} == set(samplers)
+    found = replica_configs({"m": EngineConfig(vllm=vllm, ranks=4)}, {"m": 2})
+    assert [(config.device_index, config.ranks) for _, config in found.values()] == [(0, 4), (4, 4), (8, 1), (10, 1)]
+
+
+def sample_request(**values):
+    params = types.SamplingParams(**values.pop("params", {}))
+    prompt = values.pop("prompt", types.ModelInput.from_ints([1, 2, 3]))
+    return types.SampleRequest(prompt=prompt, sampling_params=params, **values)
+
+
+IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
+LACKING = {
+    "top_k": sample_request(params={"top_k": 1}),
+    "top_p": sample_request(params={"top_p": 0.99}),
+    "temperature": sample_request(params={"temperature": 0.001}),
+    "prompt_logprobs": sample_request(prompt_logprobs=True),
+    "topk_prompt_logprobs": sample_request(topk_prompt_logprobs=1),
+    "target_prompt_logprobs": sample_request(target_prompt_logprobs=TensorData([[1], [2]], "int64", [2, 1])),
+    "prompt_alt_tokens_k": sample_request(prompt_alt_tokens_k=1),
+    "images": sample_request(prompt=IMAGE),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_vllm_gets_no_request_that_it_cannot_answer_exactly(name):
+    assert vllm_lacks(LACKING[name], VllmConfig(), rank=None, has_seed=False) == name
+
+
+def test_vllm_gets_no_seed_grammar_or_high_rank():
+    request = sample_request(params={"temperature": 0.7, "stop": ["x"], "max_tokens": 9}, topk_sample_logprobs=3)
+    assert vllm_lacks(request, VllmConfig(), rank=32, has_seed=False) is None
+    assert vllm_lacks(request, VllmConfig(), rank=33, has_seed=False) == "rank"
+    assert vllm_lacks(request, VllmConfig(), rank=None, has_seed=True) == "seed"
+    assert vllm_lacks(request, VllmConfig(ignore_seeds=True), rank=None, has_seed=True) is None
+    assert vllm_lacks(request, VllmConfig(), rank=None, has_seed=False, grammar="start: /x/") == "grammar"

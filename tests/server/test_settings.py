@@ -84,7 +84,8 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_what_is_printed_can_be_read_again(tmp_path):
-    tables = {"a": {"replicas": 2, "dtype": "float32"}, "d/e": {"source": "x"}}
+    sampler = {"kind": "vllm", "max_loras": 3, "python": "/opt/vllm/bin/python", "arguments": ["--swap-space", "1"]}
+    tables = {"a": {"replicas": 2, "dtype": "float32"}, "d/e": {"source": "x", "sampler": sampler}}
     first = load_settings(
         {"models": ("a", 'b="c'), "database": "postgresql+psycopg://u:pass-word@h/d", "model": tables},
         {"LORIMER_PORT": "9"},
@@ -98,6 +99,9 @@ def test_what_is_printed_can_be_read_again(tmp_path):
     file.write_text(text)
     again = load_settings({"database": first.settings.database}, {}, file)
     assert again.settings == first.settings
+    vllm = again.settings.engine_configs()["d/e"].vllm
+    assert vllm is not None
+    assert (vllm.max_loras, vllm.arguments) == (3, ["--swap-space", "1"])
 
 
 def test_a_table_sets_what_differs_for_one_model(tmp_path):
@@ -115,6 +119,9 @@ def test_a_table_sets_what_differs_for_one_model(tmp_path):
     for text, message in (
         ("replicas = 0", "replicas is 0; at least 1"),
         ("replica = 2", "unknown field `replica`"),
+        ('sampler = { kind = "sglang" }', "sglang"),
+        ("sampler = { replicas = 0 }", "sampler.replicas is 0; at least 1"),
+        ("sampler = { max_lora_rank = 33 }", "sampler.max_lora_rank is 33; 8, 16, 32"),
         ('dtype = "int4"', "int4"),
     ):
         file.write_text(f'[model."a"]\n{text}\n')

@@ -71,3 +71,11 @@ def test_runs_of_a_lost_replica_move_with_their_requests(store, run, submit):
     submit(1, LEFT)
     assert list(store.write_now(place_lost, {"lorimer/tiny": [RIGHT]}, 1)) == [RIGHT]
     assert (replica_of(store, run), moved(store, run.user_id)) == (RIGHT, [(run.model_id, LEFT, RIGHT)])
+
+
+def test_sampler_replicas_get_nothing_of_a_lost_replica(store, run, submit):
+    store.write_now(moves.place, run.model_id, LEFT)
+    submit(1, LEFT)
+    sampler = "lorimer/tiny#sampler-0"
+    assert store.write_now(place_lost, {"lorimer/tiny": [sampler]}, 1) == {}
+    assert list(store.write_now(place_lost, {"lorimer/tiny": [sampler, RIGHT]}, 1)) == [RIGHT]

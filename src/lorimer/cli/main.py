@@ -188,12 +188,14 @@ def check_postgres_driver() -> None:
 def check_models(settings: "Settings") -> None:
     """Refuse to start with models that cannot be served. What only their weights show is left to the engine."""
     from lorimer.models.sources import check_available
+    from lorimer.server.vllm_check import check_vllm
 
     for name, config in settings.engine_configs().items():
         try:
             check_available(config.model, progress=lambda text, _: note(f"lorimer: {text}"))
         except (InvalidInput, ModelNotFound, ModelRefused) as error:
             raise ModelRefused(f"model {name!r} cannot be served: {error}") from error
+    check_vllm(settings)
 
 
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)

@@ -6,6 +6,38 @@ import msgspec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of ``max_lora_rank`` that vLLM has kernels for."""
+TEMPERATURES = (0.01, 2.0)
+"""Lowest and highest temperature, besides 0, that vLLM has: it raises lower ones and refuses higher ones."""
+
+
+class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``sampler = { kind = "vllm", ... }`` of a base model: vLLM servers that sample beside its engines."""
+
+    kind: Literal["vllm"] = "vllm"
+    replicas: int = 1
+    """Number of vLLM servers."""
+    max_loras: int = 8
+    """Most adapters that one server holds, and computes in one batch, besides the base."""
+    max_lora_rank: int = 32
+    """Highest rank of an adapter that it takes; samples of a higher rank are computed by the engine."""
+    tensor_parallel: int = 1
+    """Devices of one server."""
+    ignore_seeds: bool = False
+    """Let vLLM also sample for clients that chose a seed, which it does not use; otherwise the engine does."""
+    python: str = ""
+    """Python interpreter of the environment that has vLLM; empty takes that of Lorimer."""
+    arguments: list[str] = []
+    """Further command-line arguments of vLLM's server."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "max_loras", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"sampler.{name} is {getattr(self, name)!r}; at least 1 is accepted")
+        if self.max_lora_rank not in MAX_LORA_RANKS:
+            accepted = ", ".join(map(str, MAX_LORA_RANKS))
+            raise ValueError(f"sampler.max_lora_rank is {self.max_lora_rank!r}; {accepted} are accepted")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +66,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where converted and downloaded models are kept; empty takes the user's cache directory."""
     seed: int | None = None
     """Makes runs and samples without a seed of their own repeatable; for tests."""
+    vllm: VllmConfig | None = None
+    """With it, the process is a sampler by vLLM instead of an engine."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.ranks if self.vllm is None else self.vllm.tensor_parallel
 
     def __post_init__(self) -> None:
         for name in ("device_index", "num_threads", "memory_bytes", "max_context", "token_budget"):

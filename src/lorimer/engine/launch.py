@@ -65,19 +65,21 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
 def launch(config: EngineConfig) -> Link:
     """Start the processes of an engine on this machine."""
-    return _Group(config.ranks) if config.ranks > 1 else _Single()
+    if config.ranks > 1:
+        return _Group(config.ranks)
+    return _Single(os.environ.get(PROGRAM, "lorimer.engine") if config.vllm is None else "lorimer.engine.vllm")
 
 
-def _start(descriptors: Collection[int], *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", os.environ.get(PROGRAM, "lorimer.engine"), *arguments]
+def _start(module: str, descriptors: Collection[int], *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, pass_fds=tuple(descriptors), stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ)
 
 
 class _Single:
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _start([theirs.fileno()], str(theirs.fileno()))
+            self._process = _start(module, [theirs.fileno()], str(theirs.fileno()))
         self.connection = Connection(ours)
 
     @property
@@ -105,7 +107,8 @@ class _Group:
                 peers = [theirs.fileno()] if rank else hub
                 seat = Seat(rank=rank, size=size, store=str(self._directory / "store"), lifeline=read, peers=peers)
                 descriptors = {theirs.fileno(), read, *peers}
-                self._processes.append(_start(descriptors, str(theirs.fileno()), msgspec.json.encode(seat).decode()))
+                arguments = str(theirs.fileno()), msgspec.json.encode(seat).decode()
+                self._processes.append(_start("lorimer.engine", descriptors, *arguments))
         except OSError:
             self.kill()
             raise

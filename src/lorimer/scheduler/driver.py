@@ -5,6 +5,7 @@ Everything that waits is here: transactions, the engine, timers, files. All deci
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 import time
@@ -27,6 +28,7 @@ from lorimer.scheduler.inbox import Inbox
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import CreateLoss, Load, decode_payload
 from lorimer.scheduler.placement import Load as ReplicaLoad
+from lorimer.scheduler.placement import is_sampler
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.runs import Flight, Journal, Operation, QueueState
 from lorimer.scheduler.samples import Sample
@@ -73,6 +75,8 @@ class Driver:
         """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
         self.name, self.place = name, place
         directory = scratch.directory
+        if config.vllm is not None:
+            limits = dataclasses.replace(limits, max_loaded_samplers=config.vllm.max_loras)
         self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
         self.inbox = Inbox()
         self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
@@ -96,7 +100,7 @@ class Driver:
     def load(self) -> ReplicaLoad:
         core = self.core
         num_samples = core.sampling.num_waiting + core.sampling.num_running
-        is_usable = self.slot.state != "failed"
+        is_usable = self.slot.is_ready if is_sampler(self.place) else self.slot.state != "failed"
         return ReplicaLoad(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
 
     def holds(self, model_id: str) -> bool:

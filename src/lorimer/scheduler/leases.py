@@ -20,7 +20,7 @@ from lorimer.errors import Fenced, StorageError
 from lorimer.scheduler import events
 from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.owner import Owner
-from lorimer.scheduler.placement import replica_name
+from lorimer.scheduler.placement import replica_configs
 from lorimer.scheduler.recovery import place_lost
 from lorimer.scheduler.runs import Operation
 from lorimer.scheduler.samples import Sample
@@ -60,11 +60,7 @@ class Leases:
         self.owner_id = owner.owner_id
         """The fencing token."""
         self._owner, self._store, self._config, self._on_fenced = owner, owner.store, config, on_fenced
-        self._engines = {
-            replica_name(name, number): (name, engine)
-            for name, engine in models.items()
-            for number in range(num_replicas.get(name, 1))
-        }
+        self._engines = replica_configs(models, num_replicas)
         self._wakeups: Wakeups | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_sweep = 0.0
@@ -153,7 +149,7 @@ class Leases:
 
     async def _open(self, place: str) -> None:
         base_model, config = self._engines[place]
-        index = len(self._owner.drivers)
+        index = sum(driver.slot.config.num_devices for driver in self._owner.drivers.values())
         driver = self._owner.open(place, base_model, msgspec.structs.replace(config, device_index=index))
         num_requests = await self._owner.take_up(place)
         log.info("computing replica %s, with %d unfinished requests", place, num_requests)

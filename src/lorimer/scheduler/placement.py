@@ -2,18 +2,21 @@
 
 Replicas share nothing, so a run lives in one of them: the less loaded of two chosen at random. It stays there while the
 replica holds it or has work for it; once evicted it is placed anew. Samples are placed by their weights, so that a
-replica which holds them, and has computed the same prompt before, gets the next one too.
+replica which holds them, and has computed the same prompt before, gets the next one too. A base model may also have
+sampler replicas, which compute samples only, by vLLM: they get what they can answer exactly (`vllm_lacks`).
 """
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import msgspec
 from sqlalchemy import Connection
 
 from lorimer import types
+from lorimer.engine.config import TEMPERATURES, EngineConfig, VllmConfig
 from lorimer.errors import Busy
 from lorimer.scheduler.journal import Accept, Transaction
 from lorimer.scheduler.limits import SchedulerLimits
@@ -25,6 +28,7 @@ PROMPT_TOKENS = 16
 """Samples of the base model are placed by their user and this many first tokens of their prompt."""
 MAX_OVERLOAD, SLACK = 1.25, 8
 """A replica with more than this multiple of the mean number of samples, plus the slack, is passed over."""
+_SAMPLER = "#sampler-"
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Load:
     open_bytes: int = 0
     """Bytes of its unfinished operations."""
     is_usable: bool = True
-    """Its engine is ready, or can be started."""
+    """Its engine is ready, or can be started; a sampler replica is ready."""
 
     @property
     def has_room(self) -> bool:
@@ -56,6 +60,32 @@ R = TypeVar("R", bound=Placeable)
 
 def replica_name(base_model: str, number: int) -> str:
     return f"{base_model}#{number}"
+
+
+def sampler_name(base_model: str, number: int) -> str:
+    return f"{base_model}{_SAMPLER}{number}"
+
+
+def is_sampler(place: str) -> bool:
+    """Return whether a replica computes samples only. The name of a base model has no ``#``."""
+    return _SAMPLER in place
+
+
+def replica_configs(
+    models: Mapping[str, EngineConfig], num_replicas: Mapping[str, int]
+) -> dict[str, tuple[str, EngineConfig]]:
+    """Return the base model and the engine of every replica, by its name. Each has devices of its own."""
+    found: dict[str, tuple[str, EngineConfig]] = {}
+    for name, config in models.items():
+        engine, sampler = (msgspec.structs.replace(config, **kind) for kind in ({"vllm": None}, {"ranks": 1}))
+        places = {replica_name(name, number): engine for number in range(num_replicas.get(name, 1))}
+        for number in range(0 if config.vllm is None else config.vllm.replicas):
+            places[sampler_name(name, number)] = sampler
+        index = 0
+        for place, chosen in places.items():
+            found[place] = name, msgspec.structs.replace(chosen, device_index=index)
+            index += chosen.num_devices
+    return found
 
 
 def choose_for_run(replicas: Sequence[R], chance: random.Random) -> R:
@@ -84,6 +114,33 @@ def sample_key(user_id: str, weights_id: str | None, prompt: types.ModelInput) -
     first = prompt.chunks[0] if prompt.chunks else None
     tokens = list(first.tokens[:PROMPT_TOKENS]) if isinstance(first, types.EncodedTextChunk) else []
     return f"{user_id}:{tokens}"
+
+
+def vllm_lacks(
+    request: types.SampleRequest, vllm: VllmConfig, *, rank: int | None, has_seed: bool, grammar: str = ""
+) -> str | None:
+    """Return the name of what vLLM cannot do exactly as the engine does; None if it can answer all of a request.
+
+    ``rank`` is that of the sampled weights, None for the base. ``has_seed``: the client chose the seed.
+    """
+    params = request.sampling_params
+    needs = {
+        "temperature": params.temperature != 0 and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1],
+        # vLLM's logprobs are those of the distribution that these have cut, ours those of the whole one.
+        "top_k": params.top_k > 0,
+        "top_p": params.top_p < 1,
+        # It gets no seeds: its draws would depend on the batch, and on a CPU vLLM 0.32 dies of a seed.
+        "seed": has_seed and not vllm.ignore_seeds,
+        # It scores prompts with the unembedding factors of other requests in the batch.
+        "prompt_logprobs": bool(request.prompt_logprobs),
+        "topk_prompt_logprobs": request.topk_prompt_logprobs > 0,
+        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
+        "grammar": bool(grammar),
+        "images": any(isinstance(chunk, types.ImageChunk) for chunk in request.prompt.chunks),
+        "rank": rank is not None and rank > vllm.max_lora_rank,
+    }
+    return next((name for name, is_needed in needs.items() if is_needed), None)
 
 
 def _score(key: str, place: str) -> bytes:

@@ -15,6 +15,7 @@ from lorimer import types
 from lorimer.errors import CheckpointError
 from lorimer.scheduler import journal, payloads
 from lorimer.scheduler.events import Arrived
+from lorimer.scheduler.placement import is_sampler
 from lorimer.scheduler.runs import TRAINING, Operation, operation_of
 from lorimer.scheduler.samples import Sample
 from lorimer.store import custom_loss, futures, moves, retention, runs, samplers
@@ -168,11 +169,12 @@ def _sample(operation: Operation, found: _Found) -> Sample:
 def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> dict[str, list[str]]:
     """Assign the queued requests of replicas that are gone to ``live`` ones, which are given by base model.
 
-    A run and its requests stay together. Return the moved request_ids by replica. Requests of a base model without a
-    live replica stay where they are.
+    A run and its requests stay together. Sampler replicas get nothing here: engines can compute everything. Return the
+    moved request_ids by replica. Requests of a base model without a live engine stay where they are.
     """
     chance = random.Random(seed)
     known = {place for places in live.values() for place in places}
+    live = {name: engines for name, places in live.items() if (engines := [p for p in places if not is_sampler(p)])}
     rows = [row for row in futures.unfinished(c) if row.place not in known]
     targets: dict[str, str | None] = {}
     moved: dict[str, list[str]] = {}
@@ -193,7 +195,7 @@ def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> d
 
 def _choose(c: Connection, row: FutureRow, live: Mapping[str, Sequence[str]], chance: random.Random) -> str | None:
     if row.kind == "create_custom_loss":
-        return chance.choice(next(iter(live.values())))
+        return chance.choice(next(iter(live.values()))) if live else None
     found = samplers.get_sampler(c, row.lane) if row.kind == "sample" else runs.get_run(c, run_id(row))
     places = (
         live.get(found.base_model, ()) if found is not None else [place for some in live.values() for place in some]

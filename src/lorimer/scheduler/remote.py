@@ -22,7 +22,7 @@ from lorimer.scheduler import events, journal
 from lorimer.scheduler.doors import DoorClient
 from lorimer.scheduler.finished_samples import CLONE_STRIDE, Completion
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, replica_name
+from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, is_sampler, replica_configs
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler
@@ -61,7 +61,8 @@ class RemoteReplica:
     def load(self) -> Load:
         known = {name: self.row.load[name] for name in Load.__dataclass_fields__ if name in self.row.load}
         num_runs = known.get("num_runs", 0) + self.num_placed
-        return Load(**known | {"num_runs": num_runs, "is_usable": self.is_owned and self.row.state != "failed"})
+        is_usable = self.row.state == "ready" if is_sampler(self.place) else self.row.state != "failed"
+        return Load(**known | {"num_runs": num_runs, "is_usable": self.is_owned and is_usable})
 
     def holds(self, model_id: str) -> bool:
         return self.is_owned
@@ -196,11 +197,8 @@ class RemoteScheduler(Scheduler):
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        names = {
-            replica_name(name, number): name
-            for name in self.models
-            for number in range(self._num_replicas.get(name, 1))
-        }
+        configs = replica_configs(self.models, self._num_replicas)
+        names = {place: name for place, (name, _) in configs.items()}
         await self.store.write(owners.define, names)
         await self._refresh()
         self._wakeups = Wakeups(self.store.url, self._on_wakeup)
@@ -266,7 +264,8 @@ class RemoteScheduler(Scheduler):
         return self._remote
 
     def replica_states(self) -> list[ReplicaStatus]:
-        return [self._remote[replica.place].owned_status() for name in self.models for replica in self.replicas(name)]
+        found = [self._remote[replica.place] for name in self.models for replica in self._replicas_of(name)]
+        return [replica.owned_status() for replica in found]
 
     def stats(self) -> SchedulerStats:
         return self._stats

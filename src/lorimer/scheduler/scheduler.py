@@ -5,27 +5,41 @@ Each replica of a base model has a core with its driver (``owner.py``); this mod
 chooses the replica, and looks up results. Call all methods on one event loop.
 """
 
-import json
 import logging
 import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from msgspec.structs import replace
+from typing import Protocol
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo
-from lorimer.errors import Busy, Gone, InvalidInput, NotFound, Unsupported
+from lorimer.errors import Busy, Gone, InvalidInput, NotFound
 from lorimer.scheduler import events, journal, payloads
+from lorimer.scheduler.admission import (
+    check_fits,
+    check_optimizer_state,
+    check_rank,
+    check_sample,
+    check_seq_id,
+    choose_seed,
+    metadata,
+)
 from lorimer.scheduler.custom_loss import check_loss_id, loss_id
 from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.owner import Owner
-from lorimer.scheduler.placement import Load, choose_for_run, choose_for_sample, replica_name, sample_key
+from lorimer.scheduler.placement import (
+    Load,
+    choose_for_run,
+    choose_for_sample,
+    is_sampler,
+    replica_configs,
+    sample_key,
+    vllm_lacks,
+)
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
@@ -42,13 +56,12 @@ from lorimer.store.samplers import SamplingSession
 from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
-from lorimer.store.weights import Weights
+from lorimer.store.weights import Weights, get_weights
 from lorimer.types.encoding import EncodedTraining
 
 log = logging.getLogger("lorimer.scheduler")
 
-MAX_RANK = 512
-"""The engine's own limit, repeated here so that a larger rank is refused immediately."""
+MAX_RANKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,8 @@ class Scheduler:
         self._num_replicas = num_replicas or {}
         self._places: dict[str, str] = {}
         """The replica of each run that was used since the start, by model_id."""
+        self._ranks: dict[str, int] = {}
+        """The ranks of weights that were sampled, by weights_id."""
         self._chance = random.Random()
         self._is_closing = False
 
@@ -109,9 +124,8 @@ class Scheduler:
 
     async def start(self) -> None:
         """Recover the requests of an earlier server. Engines start on demand."""
-        for name, config in self.models.items():
-            for number in range(self._num_replicas.get(name, 1)):
-                self.owner.open(replica_name(name, number), name, replace(config, device_index=number))
+        for place, (name, config) in replica_configs(self.models, self._num_replicas).items():
+            self.owner.open(place, name, config)
         await self.owner.recover()
 
     async def close(self, timeout: float = 30.0) -> None:
@@ -127,9 +141,13 @@ class Scheduler:
             del self._places[model_id]
 
     def replicas(self, name: str) -> Sequence[Replica]:
-        """Return the replicas of a base model. Raise `NotFound` if it is not served."""
+        """Return the engines of a base model. Raise `NotFound` if it is not served."""
         if name not in self.models:
             raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
+        return [replica for replica in self._replicas_of(name) if not is_sampler(replica.place)]
+
+    def _replicas_of(self, name: str) -> Sequence[Replica]:
+        """Return the replicas of a base model, also those that only sample."""
         return [replica for replica in self._all_replicas().values() if replica.name == name]
 
     def _all_replicas(self) -> Mapping[str, Replica]:
@@ -142,11 +160,12 @@ class Scheduler:
         return [
             ReplicaStatus(status, status.state, owner.owner_id, None, owner.started_at, None)
             for name in self.models
-            for status in (replica.status() for replica in self.replicas(name))
+            for status in (replica.status() for replica in self._replicas_of(name))
         ]
 
     def served_models(self) -> list[ServedModel]:
-        return [combine([replica.status() for replica in self.replicas(name)]) for name in self.models]
+        found = {name: [replica.status() for replica in self._replicas_of(name)] for name in self.models}
+        return [combine(statuses, lambda status: not is_sampler(status.replica)) for statuses in found.values()]
 
     def stats(self) -> SchedulerStats:
         cores = [driver.core for driver in self.owner.drivers.values()]
@@ -376,11 +395,22 @@ class Scheduler:
         return min(replicas, key=lambda replica: STATES.index(replica.status().state))
 
     async def sample(
-        self, user: User, sampler: SamplingSession, request: types.SampleRequest, encoded: bytes
+        self,
+        user: User,
+        sampler: SamplingSession,
+        request: types.SampleRequest,
+        encoded: bytes,
+        *,
+        has_seed: bool = True,
     ) -> Accepted:
-        """Submit a sample, given with its JSON as `translate.encoded_sample` returns both: with a seed."""
+        """Submit a sample, given with its JSON as `translate.encoded_sample` returns both: with a seed.
+
+        ``has_seed``: the client chose the seed.
+        """
         check_sample(request)
-        replica = self._replica_of_sample(user.user_id, sampler.base_model, sampler.weights_id, request)
+        base_model, weights_id = sampler.base_model, sampler.weights_id
+        rank = await self._rank_of(base_model, weights_id)
+        replica = self._replica_of_sample(user.user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed)
         sample = Sample(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -412,14 +442,18 @@ class Scheduler:
         weights_id: str | None,
         request: types.SampleRequest,
         *,
+        rank: int | None = None,
         grammar: str = "",
         stream: bool = False,
     ) -> DirectSample:
         """Enqueue a direct sample, which is not journaled; with ``stream`` its tokens come in ``pieces``.
 
-        Raise `Busy` if the queue is full.
+        ``rank`` is that of the weights. Raise `Busy` if the queue is full.
         """
-        replica = self._replica_of_sample(user_id, base_model, weights_id, request)
+        has_seed = request.sampling_params.seed is not None
+        replica = self._replica_of_sample(
+            user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed, grammar=grammar
+        )
         return replica.start_sample(user_id, weights_id, with_seed(request), grammar, stream)
 
     async def completions(
@@ -494,12 +528,37 @@ class Scheduler:
         return chosen
 
     def _replica_of_sample(
-        self, user_id: str, base_model: str, weights_id: str | None, request: types.SampleRequest
+        self,
+        user_id: str,
+        base_model: str,
+        weights_id: str | None,
+        request: types.SampleRequest,
+        *,
+        rank: int | None,
+        has_seed: bool,
+        grammar: str = "",
     ) -> Replica:
-        replicas = self.replicas(base_model)
+        """Return a sampler replica that is ready and can answer the request exactly, or else an engine."""
+        replicas, vllm = self.replicas(base_model), self.models[base_model].vllm
+        if vllm and vllm_lacks(request, vllm, rank=rank, has_seed=has_seed, grammar=grammar) is None:
+            samplers = [replica for replica in self._replicas_of(base_model) if is_sampler(replica.place)]
+            if any(replica.status().state == "idle" for replica in samplers):
+                self.start_engine(base_model)
+            replicas = [replica for replica in samplers if replica.load().is_usable] or replicas
         if len(replicas) == 1:
             return replicas[0]
         return choose_for_sample(replicas, sample_key(user_id, weights_id, request.prompt))
+
+    async def _rank_of(self, base_model: str, weights_id: str | None) -> int | None:
+        """Return the rank of weights, if the placement of their samples depends on it."""
+        if weights_id is None or base_model not in self.models or self.models[base_model].vllm is None:
+            return None
+        if weights_id not in self._ranks:
+            found = await self.store.read(get_weights, weights_id)
+            if len(self._ranks) >= MAX_RANKS:
+                self._ranks.clear()
+            self._ranks[weights_id] = found.rank if found is not None else 0
+        return self._ranks[weights_id]
 
     # ── what all submits share ────────────────────────────────────────────────────────────────────────
 
@@ -517,52 +576,3 @@ class Scheduler:
     def _check_active(self, session: Session) -> None:
         if session.status != "active":
             raise Gone(f"session {session.session_id} has ended; make a new one")
-
-
-# ── what is checked before a request is committed ─────────────────────────────────────────────────────
-
-
-def check_seq_id(seq_id: int) -> int:
-    if not 1 <= seq_id < 2**31:
-        raise InvalidInput(f"seq_id is {seq_id}; 1 to 2**31 - 1 is accepted")
-    return seq_id
-
-
-def check_rank(rank: int) -> int:
-    if not 1 <= rank <= MAX_RANK:
-        raise InvalidInput(f"lora_config.rank is {rank}; 1 to {MAX_RANK} is accepted")
-    return rank
-
-
-def choose_seed(seed: int | None) -> int:
-    """Choose the seed of a run's weights. It is chosen here so that a replay uses the same."""
-    if seed is None:
-        return secrets.randbits(62)
-    if not 0 <= seed < 2**63:
-        raise InvalidInput(f"lora_config.seed is {seed}; 0 to 2**63 - 1 is accepted")
-    return seed
-
-
-def metadata(values: dict[str, Any] | None) -> dict[str, str]:
-    """Return metadata as clients read it back: every value a string."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in (values or {}).items()}
-
-
-def check_optimizer_state(weights: Weights, optimizer: bool) -> None:
-    if optimizer and not weights.has_optimizer:
-        raise InvalidInput("these weights were saved for sampling and hold no optimizer state; load them without it")
-
-
-def check_fits(run: Run, weights: Weights) -> None:
-    for name in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
-        theirs, ours = getattr(weights, name), getattr(run, name)
-        if theirs != ours:
-            raise InvalidInput(f"the weights have {name} {theirs!r}, the run {ours!r}; make a new run from the weights")
-
-
-def check_sample(request: types.SampleRequest) -> None:
-    if request.record_stability_info:
-        raise Unsupported("record_stability_info is not supported: 'stable_reinforce', which needs it, is not")
-    for chunk in request.prompt.chunks:
-        if chunk.type not in ("encoded_text", "image"):
-            raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; accepted are text and images")

@@ -1,7 +1,7 @@
 """Statistics of the scheduler for metrics and the overview: queues by user and kind, rates, served models."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
@@ -157,9 +157,9 @@ def take_stats(
     )
 
 
-def combine(replicas: Sequence[ServedModel]) -> ServedModel:
-    """Return the state of a base model: that of its readiest replica, with the numbers of all."""
-    best = min(replicas, key=lambda replica: STATES.index(replica.state))
+def combine(replicas: Sequence[ServedModel], is_engine: Callable[[ServedModel], bool]) -> ServedModel:
+    """Return the state of a base model: that of its readiest engine, with the numbers of all replicas."""
+    best = min(filter(is_engine, replicas), key=lambda replica: STATES.index(replica.state))
     if len(replicas) == 1:
         return best
     sums = {name: sum(getattr(replica, name) for replica in replicas) for name in SUMMED}

@@ -130,6 +130,8 @@ class SampleHead(msgspec.Struct, frozen=True):
     targets: Targets | None
     first_image: str
     problem: Problem | None = None
+    has_seed: bool = False
+    """The client chose the seed."""
 
 
 class TelemetryHead(msgspec.Struct, frozen=True):
@@ -269,6 +271,7 @@ def decode_sample(body: bytes, settings: Settings) -> tuple[SampleHead, bytes]:
     raw = parse_json(body or b"{}", sample_limits(settings).json)
     request = validate(raw, types.SampleRequest)
     first_image, problem, payload = "", None, b""
+    has_seed = request.sampling_params.seed is not None
     try:
         if has_images(request.prompt):
             request = request.model_copy(update={"prompt": with_bytes(settings, "prompt", request.prompt)})
@@ -277,10 +280,10 @@ def decode_sample(body: bytes, settings: Settings) -> tuple[SampleHead, bytes]:
         request, payload = encoded_sample(request)
     except LorimerError as error:
         problem = Problem.of(error)
-    return sample_head(request, first_image, problem), payload
+    return sample_head(request, first_image, problem, has_seed), payload
 
 
-def sample_head(request: types.SampleRequest, first_image: str, problem: Problem | None) -> SampleHead:
+def sample_head(request: types.SampleRequest, first_image: str, problem: Problem | None, has_seed: bool) -> SampleHead:
     chunks: list[Text | Image] = []
     for chunk in request.prompt.chunks if problem is None else ():
         if isinstance(chunk, EncodedTextChunk):
@@ -291,7 +294,7 @@ def sample_head(request: types.SampleRequest, first_image: str, problem: Problem
     bare = request.model_copy(update={"prompt": ModelInput.empty(), "target_prompt_logprobs": None})
     fields = bare.model_dump_json(exclude_none=True).encode()
     tensor = request.target_prompt_logprobs
-    return SampleHead(fields, chunks, None if tensor is None else _targets(tensor), first_image, problem)
+    return SampleHead(fields, chunks, None if tensor is None else _targets(tensor), first_image, problem, has_seed)
 
 
 def _targets(tensor: TensorData) -> Targets:

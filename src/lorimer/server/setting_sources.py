@@ -132,4 +132,6 @@ def as_toml(effective: Effective) -> str:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
     return orjson.dumps(value).decode()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from lorimer.engine.config import Device, Dtype, EngineConfig
+from lorimer.engine.config import Device, Dtype, EngineConfig, VllmConfig
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store.objects import check_url
 from lorimer.types.settings import Setting
@@ -55,6 +55,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_context: int | None = None
     token_budget: int | None = None
     max_sampling_rows: int | None = None
+    sampler: VllmConfig | None = None
+    """None samples with the engine only."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -369,6 +371,7 @@ class Settings(SchedulerLimits):
                 own = {field: getattr(table, field) for field in ENGINE_SETTINGS if hasattr(table, field)}
                 shared |= {field: value for field, value in own.items() if value is not None}
                 shared["ranks"] = table.ranks
+                shared["vllm"] = table.sampler
         return EngineConfig(model=source, **shared)
 
 

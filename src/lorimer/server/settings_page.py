@@ -35,7 +35,21 @@ source = "/models/qwen3-8b"   # a directory, a .gguf file or a hub id; by defaul
 replicas = 2                  # engines that share its runs and samples, each with the whole base
 ranks = 1                     # processes of each engine, which share the base; more than one train, but do not sample
 dtype = "bfloat16"            # and device, num_threads, memory_bytes, max_context, token_budget, max_sampling_rows
+sampler = { kind = "vllm", python = "/opt/vllm/bin/python" }
 ```
+
+With `sampler`, [vLLM servers](scaling.md#vllm-samplers) sample beside the engines:
+
+| field of `sampler` | default | meaning |
+|---|---|---|
+| `kind` | `vllm` | What samples. |
+| `python` | | Python interpreter of the environment that has vLLM; empty takes that of Lorimer. |
+| `replicas` | `1` | Number of vLLM servers. |
+| `max_loras` | `8` | Most adapters that one server holds, and computes in one batch, besides the base. |
+| `max_lora_rank` | `32` | Highest rank of an adapter that it takes; the engine samples those of a higher rank. |
+| `tensor_parallel` | `1` | Devices of one server. |
+| `ignore_seeds` | `false` | Let vLLM also sample for clients that chose a seed, which it does not use. |
+| `arguments` | `[]` | Further command-line arguments of vLLM's server. |
 """
 NOTES = {"max_sessions_per_user": [SHARES], "device": [TABLES]}
 """What is said above a table, by the first setting below."""

@@ -82,7 +82,7 @@ def stats_of(owner: Owner) -> SchedulerStats:
     """Return the statistics of the replicas of this process, by base model."""
     drivers = list(owner.drivers.values())
     names = sorted({driver.name for driver in drivers})
-    served = [combine([driver.status() for driver in drivers if driver.name == name]) for name in names]
+    served = [combine([driver.status() for driver in drivers if driver.name == name], lambda _: True) for name in names]
     return take_stats(owner.results.open.values(), [driver.core for driver in drivers], served)
 
 

@@ -36,7 +36,7 @@ class Device:
 def open_device(config: EngineConfig, rank: int = 0) -> Device:
     """Open the device of one rank: a GPU of its own, or its part of the cores and the memory."""
     ranks = config.ranks
-    device = _choose(config.device, config.device_index * ranks + rank)
+    device = _choose(config.device, config.device_index + rank)
     if ranks > 1 and (device.type == "mps" or (device.type == "cuda" and torch.cuda.device_count() < ranks)):
         raise InvalidInput(f"ranks is {ranks}, but this machine has fewer GPUs; each rank needs one, or device = 'cpu'")
     if device.type == "cpu":
@@ -54,6 +54,17 @@ def _choose(name: str, index: int) -> torch.device:
         there = ", ".join(kind for kind, is_there in available.items() if is_there)
         raise InvalidInput(f"device {name!r} is not available on this machine; it has {there}")
     return torch.device(name, index % torch.cuda.device_count()) if name == "cuda" else torch.device(name)
+
+
+def device_variables(config: EngineConfig, device: Device) -> dict[str, str]:
+    """Return environment variables that give vLLM the devices of an engine, or its number of threads and memory."""
+    if device.type == "cuda":
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+        own = [visible[(config.device_index + number) % len(visible)] for number in range(config.num_devices)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    found = {"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {}
+    return found | ({"VLLM_CPU_KVCACHE_SPACE": str(max(1, config.memory_bytes >> 30))} if config.memory_bytes else {})
 
 
 def _num_cores() -> int:

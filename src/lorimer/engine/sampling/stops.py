@@ -24,20 +24,20 @@ class Stop:
 
     def __init__(self, stop: str | Sequence[str | int] | None, eos_token_ids: Sequence[int], tokenizer: Any) -> None:
         wanted = [stop] if isinstance(stop, str) else list(stop or [])
-        self._strings = [s for s in wanted if isinstance(s, str)]
-        self._ids = {i for i in wanted if isinstance(i, int)}
+        self.strings = [s for s in wanted if isinstance(s, str)]
+        self.ids = {i for i in wanted if isinstance(i, int)}
         if stop is None or wanted:
-            self._ids.update(eos_token_ids)
-        if self._strings and tokenizer is None:
+            self.ids.update(eos_token_ids)
+        if self.strings and tokenizer is None:
             raise InvalidInput(
-                f"stop strings {self._strings!r} need a tokenizer, and this model has none; use token ids"
+                f"stop strings {self.strings!r} need a tokenizer, and this model has none; use token ids"
             )
         self._tokenizer = tokenizer
-        self._matcher = StopMatcher(self._strings)
+        self._matcher = StopMatcher(self.strings)
 
     def begin(self) -> "StopWatch":
         """For the sequences of a request, one each."""
-        return StopWatch(self._ids, self._matcher if self._strings else None, self._tokenizer)
+        return StopWatch(self.ids, self._matcher if self.strings else None, self._tokenizer)
 
 
 class StopWatch:

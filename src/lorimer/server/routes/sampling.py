@@ -66,7 +66,8 @@ async def sample(request: Request) -> Response:
     if head.problem is not None:
         raise head.problem.error()
     await admit_images(context, sampler.base_model, head.first_image)
-    return promise(await context.scheduler.sample(user_of(request), sampler, body, payload))
+    accepted = await context.scheduler.sample(user_of(request), sampler, body, payload, has_seed=head.has_seed)
+    return promise(accepted)
 
 
 async def get_sampler(request: Request) -> Response:
