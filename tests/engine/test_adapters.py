@@ -54,3 +54,13 @@ def test_a_snapshot_does_not_change() -> None:
     assert (frozen.rank, frozen.scale, frozen.memory_bytes) == (2, 16.0, 4 * SIZE)
     assert all(torch.equal(x, y) for x, y in zip(flatten(frozen.weights), before, strict=True))
     assert not torch.equal(frozen.weights["a"][0], adapter.weights["a"][0])
+
+
+def test_the_order_of_the_tensors_depends_on_names_only() -> None:
+    """Ranks compare a hash of them, and one that has loaded the run holds its moments in another order."""
+    adapter, loaded = make(), make()
+    adapter.add_gradient(ones(adapter))
+    apply(adapter, {})
+    loaded.weights = dict(reversed(adapter.weights.items()))
+    loaded.moments = {name: dict(reversed(pairs.items())) for name, pairs in reversed(adapter.moments.items())}
+    assert list(map(id, loaded.tensors())) == list(map(id, adapter.tensors()))

@@ -196,6 +196,7 @@ def test_steps_and_snapshots_of_all_ranks_are_the_same(pair):
     directory = pair.folder / f"again-{run}"
     pair.ask(SaveState, model_id=run, directory=str(directory), weights_only=False)
     pair.ask(LoadState, model_id=run, directory=str(directory), optimizer=True)
+    assert pair.state(run).keys() == saved.keys()
     with pytest.raises(InvalidInput, match="there is no run"):
         pair.ask(DropRun, model_id="nobody")
     pair.ask(DropRun, model_id=run)

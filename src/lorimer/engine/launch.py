@@ -5,6 +5,7 @@ and all end when the process that started them does. Does not import torch.
 """
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -70,9 +71,10 @@ def launch(config: EngineConfig) -> Link:
     return _Single(os.environ.get(PROGRAM, "lorimer.engine") if config.vllm is None else "lorimer.engine.vllm")
 
 
-def _start(module: str, descriptors: Collection[int], *arguments: str) -> subprocess.Popen[bytes]:
+def _start(module: str, descriptors: Collection[int], *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, pass_fds=tuple(descriptors), stdin=subprocess.DEVNULL, env=_SETTINGS | os.environ)
+    variables = _SETTINGS | os.environ | variables
+    return subprocess.Popen(command, pass_fds=tuple(descriptors), stdin=subprocess.DEVNULL, env=variables)
 
 
 class _Single:
@@ -102,13 +104,15 @@ class _Group:
         """The first is that of rank 0 and its owner, the others those of rank 0 and each other rank."""
         hub = [ours.fileno() for ours, _ in pairs[1:]]
         self._processes: list[subprocess.Popen[bytes]] = []
+        # Ranks must do everything in the same order, that of a set of strings included.
+        hash_seed = str(secrets.randbelow(2**32))
         try:
             for rank, (_, theirs) in enumerate(pairs):
                 peers = [theirs.fileno()] if rank else hub
                 seat = Seat(rank=rank, size=size, store=str(self._directory / "store"), lifeline=read, peers=peers)
                 descriptors = {theirs.fileno(), read, *peers}
                 arguments = str(theirs.fileno()), msgspec.json.encode(seat).decode()
-                self._processes.append(_start("lorimer.engine", descriptors, *arguments))
+                self._processes.append(_start("lorimer.engine", descriptors, *arguments, PYTHONHASHSEED=hash_seed))
         except OSError:
             self.kill()
             raise

@@ -5,7 +5,7 @@ counter, all float32 on one device. ``model/linear.py`` applies the pairs, ``tra
 ``checkpoints.py`` stores them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -81,8 +81,9 @@ class Adapter:
         return _bytes(self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors held now, in a fixed order."""
-        return [tensor for pairs in self._all_pairs() for tensor in flatten(pairs)]
+        """Return all tensors held now, in an order that depends on their names only."""
+        groups = {"weights": self.weights, "grads": self.grads or {}, **self.moments}
+        return [tensor for _, pairs in sorted(groups.items()) for _, pair in sorted(pairs.items()) for tensor in pair]
 
     def add_gradient(self, grads: Pairs) -> None:
         """Accumulate ``grads``, which cover every target of ``weights``; the first ones are kept, not copied."""
@@ -100,12 +101,6 @@ class Adapter:
         for what, pairs in {"weights": self.weights, **self.moments}.items():
             if not are_finite(flatten(pairs)):
                 raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
-
-    def _all_pairs(self) -> Iterator[Pairs]:
-        yield self.weights
-        if self.grads is not None:
-            yield self.grads
-        yield from self.moments.values()
 
 
 def create_adapter(
