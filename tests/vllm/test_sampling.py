@@ -167,11 +167,13 @@ def test_best_tokens_of_samples_are_the_engines(samplers):
 
 def test_streamed_tokens_come_one_by_one(installation):
     """Through the OpenAI-compatible route, whose samples are not journaled."""
-    body = {"model": MODEL, "prompt": "1 + 1 =", "max_tokens": 8, "stream": True, "logprobs": 1}
+    body = {"model": MODEL, "prompt": PROMPTS[3], "max_tokens": 24, "n": 4, "stream": True, "logprobs": 1}
     request = urllib.request.Request(
         f"{installation.server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
     assert lines[-1] == "[DONE]"
-    assert sum(bool(choice["text"]) for line in lines[:-1] for choice in json.loads(line)["choices"]) > 1
+    pieces = [choice for line in lines[:-1] for choice in json.loads(line)["choices"] if choice["text"]]
+    assert {choice["index"] for choice in pieces} == {0, 1, 2, 3}
+    assert len(pieces) > 8
