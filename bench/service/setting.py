@@ -42,8 +42,8 @@ class Sizes:
     sweep_batch: int = 32
     sweep_rounds: int = 3
     vllm_prompts: int = 32
-    vllm_tokens: int = 128
-    vllm_rounds: int = 3
+    vllm_tokens: int = 64
+    vllm_rounds: int = 2
 
 
 FULL = Sizes()

@@ -6,6 +6,7 @@ It listens on a Unix socket in a directory that only this user can open: vLLM's 
 import asyncio
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,7 @@ class VllmServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # a process that was ending may have written to it once more
 
 
 async def is_healthy(client: httpx2.AsyncClient) -> bool:
