@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig, VllmConfig
+from lorimer.errors import Unsupported
 from lorimer.scheduler.placement import (
     Load,
+    able_to_sample,
     choose_for_run,
     choose_for_sample,
     is_sampler,
@@ -194,6 +196,21 @@ def test_samplers_have_replicas_and_devices_of_their_own():
     assert {place for place in found if is_sampler(place)} == set(samplers)
     found = replica_configs({"m": EngineConfig(vllm=vllm, ranks=4)}, {"m": 2})
     assert [(config.device_index, config.ranks) for _, config in found.values()] == [(0, 4), (4, 4), (8, 1), (10, 1)]
+
+
+def test_ranks_do_not_decode_and_wait_for_a_sampler():
+    engine, sampler = Replica("m#0", Load()), Replica("m#sampler-0", Load(is_usable=False))
+    one, many = EngineConfig(), EngineConfig(ranks=2)
+    request = sample_request()
+    assert able_to_sample([engine], [sampler], None, one, request) == [engine]  # until the sampler is ready
+    assert able_to_sample([engine], [sampler], None, many, request) == [sampler]
+    assert able_to_sample([engine], [sampler], "top_k", one, request) == [engine]
+    with pytest.raises(Unsupported, match=r"needs 'top_k', which vLLM does not compute exactly, .* has 2 ranks"):
+        able_to_sample([engine], [sampler], "top_k", many, request)
+    score = sample_request(params={"max_tokens": 1})
+    assert able_to_sample([engine], [sampler], "prompt_logprobs", many, score) == [engine]
+    sampler._load = Load()
+    assert able_to_sample([engine], [sampler], None, one, request) == [sampler]
 
 
 def sample_request(**values):

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from lorimer import types
 from lorimer.engine.config import TEMPERATURES, EngineConfig, VllmConfig
-from lorimer.errors import Busy
+from lorimer.errors import Busy, Unsupported
 from lorimer.scheduler.journal import Accept, Transaction
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.runs import Operation
@@ -141,6 +141,22 @@ def vllm_lacks(
         "rank": rank is not None and rank > vllm.max_lora_rank,
     }
     return next((name for name, is_needed in needs.items() if is_needed), None)
+
+
+def able_to_sample(
+    engines: Sequence[R], samplers: Sequence[R], lacks: str | None, config: EngineConfig, request: types.SampleRequest
+) -> list[R]:
+    """Return the samplers if they are ready and lack nothing, or else the engines, if these decode."""
+    is_decoding = config.ranks == 1
+    if lacks is None:
+        ready = [sampler for sampler in samplers if sampler.load().is_usable]
+        return ready or list(engines if is_decoding else samplers)
+    if not is_decoding and request.sampling_params.max_tokens != 1:
+        raise Unsupported(
+            f"the sample needs {lacks!r}, which vLLM does not compute exactly, and the engine of {config.model!r} has"
+            f" {config.ranks} ranks, which only score prompts (max_tokens 1)"
+        )
+    return list(engines)
 
 
 def _score(key: str, place: str) -> bytes:

@@ -33,6 +33,7 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.placement import (
     Load,
+    able_to_sample,
     choose_for_run,
     choose_for_sample,
     is_sampler,
@@ -538,13 +539,14 @@ class Scheduler:
         has_seed: bool,
         grammar: str = "",
     ) -> Replica:
-        """Return a sampler replica that is ready and can answer the request exactly, or else an engine."""
-        replicas, vllm = self.replicas(base_model), self.models[base_model].vllm
-        if vllm and vllm_lacks(request, vllm, rank=rank, has_seed=has_seed, grammar=grammar) is None:
+        """Return a replica that can answer the request exactly."""
+        replicas, config = self.replicas(base_model), self.models[base_model]
+        if config.vllm is not None:
+            lacks = vllm_lacks(request, config.vllm, rank=rank, has_seed=has_seed, grammar=grammar)
             samplers = [replica for replica in self._replicas_of(base_model) if is_sampler(replica.place)]
-            if any(replica.status().state == "idle" for replica in samplers):
+            if lacks is None and any(replica.status().state == "idle" for replica in samplers):
                 self.start_engine(base_model)
-            replicas = [replica for replica in samplers if replica.load().is_usable] or replicas
+            replicas = able_to_sample(replicas, samplers, lacks, config, request)
         if len(replicas) == 1:
             return replicas[0]
         return choose_for_sample(replicas, sample_key(user_id, weights_id, request.prompt))
