@@ -375,6 +375,7 @@ class Core:
             run.end_load(operation)
         else:
             operation.advance("committing")
+            operation.answered = self.now
             if operation.kind != "load_weights":  # a load ends with a snapshot, which `snapshots.advance_load` commits
                 self.commit(
                     journal.FinishOperation(operation, run.row, flight, self.weights, self.limits.max_stored_bytes), run

@@ -19,7 +19,7 @@ from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ModelInfo, SampleProgress
 from lorimer.errors import Busy, EngineDied, EngineError, LorimerError, StorageError
-from lorimer.scheduler import events, journal
+from lorimer.scheduler import events, journal, spans
 from lorimer.scheduler.core import Core
 from lorimer.scheduler.custom_loss import register_command
 from lorimer.scheduler.engines import EngineSlot
@@ -477,6 +477,7 @@ class Driver:
                 stream.resolve(effect.result)
         else:
             self._results.resolve(operation, effect.outcome)
+        spans.finished(operation, effect.outcome)
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 

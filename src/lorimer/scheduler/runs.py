@@ -108,6 +108,8 @@ class Operation:
     """Monotonic time of arrival."""
     started: float = 0.0
     """Monotonic time when it was last sent to an engine; 0 before."""
+    answered: float = 0.0
+    """Monotonic time of the engine's last reply."""
     deaths: int = 0
     """How many engines died while computing it, or failed on it with an internal error."""
     status: Status = "received"

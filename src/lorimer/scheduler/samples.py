@@ -293,6 +293,7 @@ class Sampling:
         self._leave(sample)
         sample.deaths = 0
         sample.tokens = reply.prompt_tokens  # the earlier number was an estimate for images without a count
+        sample.answered = self._core.now
         num_sampled = sum(len(sequence.tokens) for sequence in reply.sequences)
         self.sampled.add(num_sampled, self._core.now)
         self.fair.charge(sample.user_id, sample.tokens + num_sampled)

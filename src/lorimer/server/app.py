@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer.errors import InvalidInput, LorimerError
+from lorimer.scheduler import spans
 from lorimer.scheduler.scheduler import Scheduler
 from lorimer.scheduler.shares import SharedLimit
 from lorimer.server import console, health
@@ -105,6 +106,8 @@ async def answer_rate_limited(request: Request, error: Exception) -> Response:
 async def running(settings: Settings) -> AsyncIterator[Context]:
     """Run a server without HTTP. On exit, drain the scheduler, flush pending writes and close everything."""
     async with AsyncExitStack() as stack:
+        spans.start(settings.otlp_endpoint)
+        stack.callback(spans.stop)
         context = await open_context(settings, stack)
         stack.push_async_callback(context.flush)
         stack.push_async_callback(context.drain)

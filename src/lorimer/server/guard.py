@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorimer.errors import LorimerError
+from lorimer.scheduler import spans
 from lorimer.server.address_limiter import AddressLimiter
 from lorimer.server.auth import WITHOUT_WORK
 from lorimer.server.console import is_console
@@ -77,6 +78,8 @@ class Guard:
         address = self._addresses.address_of(scope)
         scope["state"] = {"request_id": request_id, "user": None, "key": None, "address": address}
         start, status = time.perf_counter(), 0
+        if spans.is_on():
+            spans.arrived.set({"at": time.monotonic(), "scope": scope})
 
         async def send_guarded(message: Message) -> None:
             nonlocal status

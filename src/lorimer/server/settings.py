@@ -114,6 +114,13 @@ class Settings(SchedulerLimits):
         Setting("Addresses or networks of proxies: a request's address is then the one their X-Forwarded-For names."),
     ] = ()
     metrics_access: Annotated[MetricsAccess, Setting("Who may read /metrics without a key.")] = "loopback"
+    otlp_endpoint: Annotated[
+        str,
+        Setting(
+            "URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318, for a trace of each"
+            " request; empty sends none. Needs the extra otel."
+        ),
+    ] = ""
     log_format: Annotated[LogFormat, Setting("Shape of the log; auto is pretty on a terminal and JSON elsewhere.")] = (
         "auto"
     )

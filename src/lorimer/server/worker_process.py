@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from lorimer.scheduler import spans
 from lorimer.scheduler.doors import Door, door_token
 from lorimer.scheduler.finished_samples import FinishedSamples
 from lorimer.scheduler.leases import LeaseConfig, Leases
@@ -42,6 +43,8 @@ async def work(settings: Settings, announce: Announce) -> None:
     stop = asyncio.Event()
     install_signal_handlers(stop)
     async with AsyncExitStack() as stack:
+        spans.start(settings.otlp_endpoint)
+        stack.callback(spans.stop)
         directory = DataDirectory(settings.data)
         directory.lock(is_shared=shares_directory(settings))
         stack.callback(directory.unlock)

@@ -7,6 +7,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from lorimer.scheduler import spans
 from lorimer.scheduler.scheduler import Accepted
 
 
@@ -18,6 +19,7 @@ def reply(value: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
 
 def promise(accepted: Accepted) -> Response:
     """Return the immediate response to an asynchronous operation, which names its future."""
+    spans.submitted(accepted.request_id)
     content: dict[str, Any] = {"request_id": accepted.request_id}
     if accepted.model_id is not None:
         content["model_id"] = accepted.model_id
