@@ -12,6 +12,7 @@ from lorimer.errors import Fenced, InvalidInput
 from lorimer.store import futures, owners, sessions, users
 from lorimer.store.connections import database_url, is_passing
 from lorimer.store.database import Store
+from lorimer.store.values import utc_now
 
 PLACE = "m#0"
 LEASE = 3600.0
@@ -240,17 +241,39 @@ def test_processes_agree_on_a_value(store):
         store.write_now(owners.agree, "secret", "two", "differs")
 
 
-def test_no_end_is_left_out_between_two_cursors(store, connect):
-    """The transaction that began first may commit last; whoever reads in between sees it by the next cursor."""
+def accepted_samples(store: Store, count: int) -> list[str]:
     user = store.write_now(users.ensure_user, "ada")
     session = store.write_now(sessions.create_session, user_id=user.user_id)
-    made = [
+    return [
         store.write_now(
             futures.accept, user_id=user.user_id, session_id=session.session_id, kind="sample", lane="s",
             seq_id=number, payload=b"", place=PLACE,
         )[0].request_id
-        for number in range(60)
+        for number in range(count)
     ]  # fmt: skip
+
+
+def test_no_end_is_left_out_between_two_pages(store):
+    """One transaction ends several samples; a page that ends among them is followed by one that has the rest."""
+    made = accepted_samples(store, 40)
+
+    def finish(c, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            assert futures.finish(c, request_id, result=b"x", result_format="json")
+
+    for first, last in ((0, 7), (7, 10), (10, 31), (31, 40)):
+        store.write_now(finish, made[first:last])
+    seen, cursor = [], 0
+    for _ in range(40):
+        rows, cursor = store.read_now(futures.finished_after, "s", range(1000), cursor, limit=8)
+        seen += [row.request_id for row in rows]
+        store.write_now(futures.mark_fetched, dict.fromkeys([row.request_id for row in rows], utc_now()))
+    assert sorted(set(seen)) == sorted(made)
+
+
+def test_no_end_is_left_out_between_two_cursors(store, connect):
+    """The transaction that began first may commit last; whoever reads in between sees it by the next cursor."""
+    made = accepted_samples(store, 60)
     chance = random.Random(1)
     connections = [connect() for _ in range(4)]
     pending = dict.fromkeys(range(4), "")

@@ -255,8 +255,8 @@ def finished_after(
 ) -> tuple[list[FutureRow], int]:
     """Return the operations of a lane that ended after ``cursor`` and were not fetched, and the next cursor.
 
-    PostgreSQL only. One whose transaction is younger than another that is still open may be returned again; none is
-    left out.
+    PostgreSQL only. One whose transaction is younger than another that is still open may be returned again, and so may
+    those of a transaction that ended more than fit; none is left out.
     """
     oldest_open = c.execute(_OLDEST_OPEN).scalar_one()  # before the rows: all older transactions are visible to them
     chosen = and_(
@@ -267,7 +267,7 @@ def finished_after(
     )
     query = select(*_COLUMNS, futures.c.finished_no).where(chosen).order_by(futures.c.finished_no).limit(limit)
     rows = list(c.execute(query))
-    last = rows[-1].finished_no if rows else cursor
+    last = rows[-1].finished_no - (len(rows) == limit) if rows else cursor
     return [_record(row[:-1]) for row in rows], max(cursor, min(last, oldest_open - 1))
 
 
