@@ -3,7 +3,7 @@
 import os
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from lorimer.cli.commands import DataOptions, cli_command
 from lorimer.cli.connection import KeyOption, UrlOption, named_server
 from lorimer.cli.failures import FAILED, sentence
 from lorimer.cli.findings import Check, Finding, Status, failed, ok, run_checks, warning
-from lorimer.cli.machine_checks import PROBE_SECONDS, check_packages, check_python, check_torch
+from lorimer.cli.machine_checks import PROBE_SECONDS, check_device, check_packages, check_python, check_torch
 from lorimer.cli.output import examples, print_json, stdout_console
 from lorimer.cli.progress import progress_bar
 from lorimer.cli.service_checks import (
@@ -29,8 +29,12 @@ from lorimer.errors import LorimerError
 if TYPE_CHECKING:
     from lorimer.server.settings import Settings
 
-EPILOG = examples("lorimer doctor", "lorimer doctor --data /srv/lorimer -f json", "lorimer doctor --base-url URL")
+EPILOG = examples(
+    "lorimer doctor", "lorimer doctor --data /srv/lorimer -f json", "lorimer doctor --gpu --model Qwen/Qwen3-0.6B"
+)
 
+TINY = "lorimer/tiny"
+DEVICE_SECONDS = 1800.0
 SERVER_SECONDS = OBJECTS_SECONDS = 20.0
 COLOURS = {Status.ok: "green", Status.warning: "yellow", Status.failed: "red"}
 VARIABLES = ("BASE_URL", "API_KEY", "CREDENTIAL_CMD", "PROJECT_ID")
@@ -41,18 +45,33 @@ PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 def doctor(
     *,
     options: DataOptions,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Instead, compare the device of the engine with the CPU, and measure its speed."),
+    ] = False,
+    model: Annotated[str, typer.Option("--model", "-m", help="Base model of --gpu, as for `lorimer serve`.")] = TINY,
     base_url: UrlOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Check this machine, the settings and the server, and say what to do; exit code 1 if something is wrong."""
+    chosen = device_checks(model) if gpu else checks(options, base_url, api_key)
     with progress_bar() as report:
-        findings = run_checks(checks(options, base_url, api_key), report)
+        findings = run_checks(chosen, report)
     if options.is_json:
         print_json([asdict(finding) for finding in findings])
     else:
         show(findings)
     if any(finding.status is Status.failed for finding in findings):
         raise typer.Exit(FAILED)
+
+
+def device_checks(model: str) -> list[Check]:
+    """The report of a machine with a GPU, to be sent to us: nobody has run Lorimer on one yet."""
+    return [
+        Check("python", check_python),
+        Check("torch", check_torch, PROBE_SECONDS + 5),
+        Check("device", partial(check_device, model), DEVICE_SECONDS),
+    ]
 
 
 def checks(options: DataOptions, base_url: str | None, api_key: str | None) -> list[Check]:

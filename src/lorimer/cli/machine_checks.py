@@ -94,6 +94,30 @@ def check_torch() -> list[Finding]:
     return [torch_finding(found), gpu_finding(found), memory_finding(found)]
 
 
+def check_device(model: str) -> list[Finding]:
+    """Compare what the engine computes on its device with this machine's CPU, in a process of its own."""
+    command = [sys.executable, "-m", "lorimer.engine.self_test", model]
+    run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if run.returncode:
+        lines = run.stderr.strip().splitlines() or [f"ended with code {run.returncode}"]
+        return [failed("device", lines[-1], "send us the whole report; serve with `--device cpu` meanwhile")]
+    found = json.loads(run.stdout.strip().splitlines()[-1])
+    text = (
+        f"{found['model']} on {found['device']} ({found['name'] or 'no name'}), {found['dtype']}, torch"
+        f" {found['torch']}: token budget {found['token_budget']:,}, trains {found['train_tokens_per_second']:,.0f}"
+        " and samples"
+        f" {found['sample_tokens_per_second']:,.0f} tokens/s. Differences from the CPU in float32: "
+        + "; ".join(
+            f"{name}: logprobs {one['logprob']:.1e}, gradient {one['gradient']:.1e},"
+            f" {one['equal_sampled_tokens']:.0f} sampled tokens equal"
+            for name, one in found["differences"].items()
+        )
+    )
+    if found["is_equal"]:
+        return [ok("device", text)]
+    return [failed("device", text, "send us this report; serve with `--device cpu` meanwhile")]
+
+
 def torch_finding(found: dict[str, Any]) -> Finding:
     ratio = found["rates"]["bfloat16"] / found["rates"]["float32"]
     text = (
