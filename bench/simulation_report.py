@@ -190,7 +190,11 @@ def sweep(times: ServiceTimes, num_tenants: Sequence[int], num_replicas: Sequenc
     ]
     say(f"simulating {len(loads)} loads of several replicas")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(measure, loads, itertools.repeat(times)))
+        found = []
+        for load, one in zip(loads, pool.map(measure, loads, itertools.repeat(times)), strict=True):
+            say(f"{load.num_tenants} tenants, {load.num_replicas} replicas, {load.deaths} deaths: done")
+            found.append(one)
+        return found
 
 
 def replicas_table(found: Sequence[Figures]) -> list[str]:
