@@ -286,14 +286,14 @@ def draw(found: Sequence[Figures], path: Path) -> None:
             if not has_deaths:
                 ideal = [line[0].throughput * count for count in replicas]
                 left.plot(replicas, ideal, color=color, alpha=0.3, linewidth=5, label=f"N times one, {tenants:,}")
-    for axes, title in ((left, "steps per second"), (right, "seconds of a step")):
+    for axes, title, corner in ((left, "steps per second", "upper left"), (right, "seconds of a step", "upper right")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(NUM_REPLICAS, [str(count) for count in NUM_REPLICAS])
         axes.set_xlabel("replicas")
         axes.set_title(title)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc=corner)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
