@@ -65,8 +65,11 @@ class Vllm:
                 raise
 
     async def unload_adapter(self, name: str) -> None:
-        with contextlib.suppress(VllmError):  # it is not loaded
+        try:
             await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+        except VllmError as error:
+            if error.status not in (400, 404):  # it is not loaded
+                raise
 
     async def is_healthy(self) -> bool:
         return await is_healthy(self._client)

@@ -131,7 +131,6 @@ def arguments(config: EngineConfig, directory: Path, device: Device, max_context
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         "--disable-uvicorn-access-log",
-        "--disable-log-stats",
     ]
     if device.type == "cpu":
         flags.append("--enforce-eager")
