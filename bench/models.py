@@ -32,6 +32,14 @@ class Sizes:
     iteration_prompts: int = 8
     iteration_samples: int = 8
     iteration_new: int = 64
+    iteration_long_prompt: int = 512
+    group_size: int = 8
+    """Sequences of an RL batch with one prompt."""
+    tree_turns: int = 4
+    tree_branches: int = 8
+    tree_turn: int = 48
+    """Tokens that each turn of a multi-turn episode adds to a prompt of ``sample_prompt``."""
+    system_prompt: int = 256
     num_new_shapes: int = 5
     memory_phases: tuple[str, ...] = ("SFT", "RL batch", "sampling")
 
@@ -125,6 +133,12 @@ QUICK = ModelShape(
         iteration_prompts=2,
         iteration_samples=2,
         iteration_new=4,
+        iteration_long_prompt=20,
+        group_size=2,
+        tree_turns=2,
+        tree_branches=2,
+        tree_turn=16,
+        system_prompt=20,
         num_new_shapes=2,
         memory_phases=("SFT",),
     ),

@@ -5,6 +5,7 @@ on both sides computes the same loss, and the rows check that.
 """
 
 import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,15 @@ class Lorimer:
 
     def train_one(self, data: list[Datum], loss_fn: str) -> float:
         return self.train({self.runs[0]: data}, loss_fn)
+
+    def train_unshared(self, data: list[Datum], loss_fn: str) -> float:
+        """Do the same as ``train_one``, computing prefixes that the data have in common for each datum."""
+        trainer = self.engine.trainer
+        before, trainer.min_shared = trainer.min_shared, sys.maxsize
+        try:
+            return self.train_one(data, loss_fn)
+        finally:
+            trainer.min_shared = before
 
     def sample(
         self, prompts: list[np.ndarray], num_samples: int, num_new: int, with_adapter: bool

@@ -27,6 +27,8 @@ AIMS = {
     "limit float32": Aim(0.70),
     "limit bfloat16": Aim(0.50),
     "runs": Aim(0.95),
+    "prefix_groups": Aim(2.3),
+    "prefix_groups loop": Aim(2.0),
     "sample_1x16": Aim(3.5),
     "sample_32x1": Aim(4.0),
     "adapter cost": Aim(1.25, is_minimum=False),

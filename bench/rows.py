@@ -19,6 +19,13 @@ from bench.report import Line
 from bench.timing import Contestant, Timing, Timings, clock, little_garbage
 from lorimer.engine.messages import Datum
 
+_LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "prefix_groups": ("padded", "micro-batch 1", "completions"),
+    "prefix_tree": ("padded", "packed", "micro-batch 1"),
+    "prefix_sft": ("padded", "packed", "micro-batch 1"),
+}
+"""The peers of rows with common prefixes; ``completions`` needs completions that all end at the same position."""
+
 
 def measure_sft(contest: Contest) -> list[Line]:
     """Measure forward, backward and step over mixed lengths, and the matrix products of that step alone."""
@@ -93,6 +100,56 @@ def measure_rl_batch(contest: Contest) -> list[Line]:
     return [_compare(text, timings.best("ours"), timings.best("peer"), count)]
 
 
+def measure_prefixes(
+    contest: Contest, row: str, what: str, make: Callable[[int], list[Datum]], loss_fn: str
+) -> list[Line]:
+    """Measure data that begin alike, against the same with every datum computed alone, and against the peers."""
+    timings = contest.compete(row, _training_contestants(contest, make, loss_fn, _LAYOUTS[row], unshared=True))
+    data = make(0)
+    count = workloads.num_tokens(data)
+    text = f"{what}, {count} tokens, {workloads.unique_fraction(data):.0%} unique"
+    return [
+        _compare(f"{text}: times ours without sharing", timings.best("ours"), timings.best("unshared"), count, row),
+        _compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, f"{row} loop"),
+    ]
+
+
+def measure_groups(contest: Contest) -> list[Line]:
+    """Measure the RL batch with several completions of each prompt."""
+    sizes, vocab_size = contest.shape.sizes, contest.shape.vocab_size
+    prompt, completion, size = sizes.rl_prompt, sizes.rl_completion, sizes.group_size
+
+    def make(seed: int) -> list[Datum]:
+        return workloads.rl_data(sizes.rl_sequences, prompt, completion, vocab_size, seed, size)
+
+    what = f"RL batch, {sizes.rl_sequences} x ({prompt} + {completion}) in groups of {size}"
+    return measure_prefixes(contest, "prefix_groups", what, make, "importance_sampling")
+
+
+def measure_tree(contest: Contest) -> list[Line]:
+    """Measure multi-turn episodes, each turn a datum of its own."""
+    sizes, vocab_size = contest.shape.sizes, contest.shape.vocab_size
+    turns, branches = sizes.tree_turns, sizes.tree_branches
+
+    def make(seed: int) -> list[Datum]:
+        return workloads.episode_data(sizes.sample_prompt, sizes.tree_turn, turns, branches, vocab_size, seed)
+
+    what = f"{branches} episodes of {turns} turns"
+    return measure_prefixes(contest, "prefix_tree", what, make, "importance_sampling")
+
+
+def measure_system_prompt(contest: Contest) -> list[Line]:
+    """Measure the SFT sequences, shortened by a common system prompt."""
+    sizes, vocab_size = contest.shape.sizes, contest.shape.vocab_size
+    system = sizes.system_prompt
+    lengths = [max(8, length - system) for length in sizes.sft_lengths]
+
+    def make(seed: int) -> list[Datum]:
+        return workloads.sft_data(lengths, vocab_size, seed, system)
+
+    return measure_prefixes(contest, "prefix_sft", f"SFT with a system prompt of {system}", make, "cross_entropy")
+
+
 def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: int) -> list[Line]:
     """Sample a fixed number of new tokens from distinct prompts, with the base and with an adapter."""
     sizes = contest.shape.sizes
@@ -138,12 +195,12 @@ def _adapter_line(timings: Timings, count: int, what: str) -> Line:
     )
 
 
-def measure_iteration(contest: Contest) -> list[Line]:
+def measure_iteration(contest: Contest, row: str, prompt: int) -> list[Line]:
     """Sample, train on the samples, publish."""
     sizes = contest.shape.sizes
 
     def run(number: int, side: Lorimer | Peft, dtype: str) -> None:
-        asked = workloads.prompts(sizes.iteration_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
+        asked = workloads.prompts(sizes.iteration_prompts, prompt, contest.shape.vocab_size, number)
         error = side.iterate(asked, sizes.iteration_samples, sizes.iteration_new, number)
         if not error <= TOLERANCE[dtype]:
             raise RuntimeError(f"{type(side).__name__} {dtype}: loss is off by {error:.2g}; it samples other weights")
@@ -157,12 +214,12 @@ def measure_iteration(contest: Contest) -> list[Line]:
         )
         for team, label, dtype, side in _sides(contest, "generate and PEFT")
     ]
-    timings = contest.compete("rl_iteration", contestants)
+    timings = contest.compete(row, contestants)
     ours, other = timings.best("ours"), timings.best("peer")
     what = f"{sizes.iteration_prompts}x{sizes.iteration_samples}x{sizes.iteration_new}"
     return [
         Line(
-            text=f"RL iteration {what}: times as fast",
+            text=f"RL iteration {what}, prompts of {prompt}: times as fast",
             ours=ours.duration(),
             other=other.duration(),
             which=other.name,
@@ -229,8 +286,12 @@ def _training_contestants(
     loss_fn: str,
     layouts: tuple[Layout, ...],
     kept: tuple[str, ...] = (),
+    unshared: bool = False,
 ) -> list[Contestant]:
-    """Return ours in each dtype and the peers in each layout and dtype; ``make`` returns the data of a round."""
+    """Return ours in each dtype and the peers in each layout and dtype; ``make`` returns the data of a round.
+
+    With ``unshared``, return ours without shared prefixes too.
+    """
     check = LossCheck()
 
     def contestant(name: str, team: str, train: Callable[[list[Datum], str], float]) -> Contestant:
@@ -241,6 +302,10 @@ def _training_contestants(
         return Contestant(name=name, team=team, run=run, warm_up=partial(run, 0), is_kept=name.startswith(kept))
 
     ours = [contestant(f"ours {dtype}", "ours", side.train_one) for dtype, side in contest.ours.items()]
+    if unshared:
+        ours += [
+            contestant(f"unshared {dtype}", "unshared", side.train_unshared) for dtype, side in contest.ours.items()
+        ]
     peers = [
         contestant(f"{layout} {dtype}", "peer", partial(side.train, layout=layout))
         for dtype, side in contest.peers.items()
@@ -270,9 +335,13 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "sft": measure_sft,
     "runs": measure_runs,
     "rl_batch": measure_rl_batch,
+    "prefix_groups": measure_groups,
+    "prefix_tree": measure_tree,
+    "prefix_sft": measure_system_prompt,
     "sample_1x16": lambda c: measure_sampling(c, "sample_1x16", 1, c.shape.sizes.sample_many),
     "sample_32x1": lambda c: measure_sampling(c, "sample_32x1", c.shape.sizes.sample_prompts, 1),
-    "rl_iteration": measure_iteration,
+    "rl_iteration": lambda c: measure_iteration(c, "rl_iteration", c.shape.sizes.sample_prompt),
+    "rl_iteration_long": lambda c: measure_iteration(c, "rl_iteration_long", c.shape.sizes.iteration_long_prompt),
     "first_call": measure_first_call,
     "memory": measure_memory,
 }

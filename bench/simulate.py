@@ -24,6 +24,7 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, choose_for_sample, replica_name, sample_key
 from lorimer.scheduler.runs import Operation, Outcome, operation_of
 from lorimer.scheduler.samples import Sample
+from lorimer.store.runs import RunValues
 from lorimer.store.sessions import Session
 
 STUCK_SHARE, SAMPLING_SHARE = 0.01, 0.2
@@ -226,7 +227,7 @@ class Simulation:
         )
         creation.place = tenant.place = chosen.place
         self._lanes[creation.lane] = tenant
-        values = journal.RunValues("m", 32, 0, True, True, True, {}, "adamw")
+        values = RunValues("m", 32, 0, True, True, True, {}, "adamw")
         accept = journal.AcceptRun(creation, SESSION, values, 10)
         if self.workload.num_replicas:
             self._commit(accept)

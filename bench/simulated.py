@@ -283,7 +283,9 @@ class SimulatedEngine:
                 self.runs[model_id] = SimulatedRun()
             case messages.OptimStep(model_id=model_id, params=params):
                 run = self._run_of(model_id)
-                run.applied += [*run.gradient, ("optim_step", int(params["seq_id"]))]
+                stepped = params["seq_id"]
+                assert isinstance(stepped, int | float)
+                run.applied += [*run.gradient, ("optim_step", int(stepped))]
                 run.gradient = []
                 return messages.StepResult(metrics={})
             case messages.SaveState(model_id=model_id, directory=directory):

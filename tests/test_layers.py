@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models.description": {"engine.model", "engine.adapters"},
     "models.export": {"types", "engine.model", "engine.adapters", "engine.training.batch"},
     "scheduler": {"types", "store", "engine.messages", "engine.translation", "engine.process", "engine.config"},
-    "cluster": {"types", "engine"},
+    "cluster": {"engine.config", "scheduler.placement", "server.settings", "server.setting_sources"},
     "server": {"types", "chat", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
     "console": set(),
     "cli": {"types", "client", "terminal"},
@@ -31,13 +31,13 @@ MAY_IMPORT = {
     "recipes": {"types", "chat", "client", "cookbook", "terminal"},
 }
 MAY_IMPORT_IN_FUNCTIONS = {
-    "cli": {"server", "models", "cookbook", "recipes"},
+    "cli": {"server", "cluster", "models", "cookbook", "recipes"},
     "client": {"server.app", "server.setting_sources"},
 }
 """On top of the above, where a module is loaded only when it is needed: to serve, to export, to embed a server."""
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
-MAY_LOAD_TORCH = {"engine", "models", "cluster", "cookbook", "recipes"}
+MAY_LOAD_TORCH = {"engine", "models", "cookbook", "recipes"}
 TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch"]
 LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
 

@@ -10,7 +10,7 @@ import typer
 
 from lorimer.cli.connection import PANEL
 from lorimer.cli.failures import EXIT_CODES
-from lorimer.cli.main import SERVICE, TRY, WEIGHTS, app
+from lorimer.cli.main import SERVICE, TRAINING, TRY, WEIGHTS, app
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -46,7 +46,7 @@ def cli_page() -> str:
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     parts = [INTRODUCTION, f"## Exit codes\n\n| code | meaning |\n|---|---|\n{codes}\n| 130 | Ctrl-C |\n"]
     root: Any = typer.main.get_command(app)
-    for panel in (TRY, WEIGHTS, SERVICE):
+    for panel in (TRY, TRAINING, WEIGHTS, SERVICE):
         parts.append(f"## {panel}\n")
         for name, command in root.commands.items():
             if command.rich_help_panel == panel:

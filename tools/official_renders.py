@@ -22,13 +22,23 @@ RECORD = ROOT / "tests" / "cookbook" / "official_renders.json"
 BUNDLED = ROOT / "src" / "lorimer" / "models" / "tiny"
 NAMES = (
     *("role_colon", "llama3", "qwen3", "qwen3_disable_thinking", "qwen3_instruct"),
-    *("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"),
+    *("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking", "qwen3_vl", "qwen3_vl_instruct"),
+    *("qwen3_8_xhigh_reasoning", "qwen3_8_medium_reasoning", "qwen3_8_low_reasoning", "qwen3_8_disable_thinking"),
+    *("nemotron3", "nemotron3_low_thinking", "nemotron3_disable_thinking", "nemotron3_preserve_thinking"),
+    *("nemotron3_ultra", "nemotron3_ultra_medium_thinking"),
+    *("nemotron3_ultra_disable_thinking", "nemotron3_ultra_preserve_thinking"),
+    *("deepseekv3", "deepseekv3_disable_thinking", "deepseekv3_thinking"),
+    *("gpt_oss_no_sysprompt", "gpt_oss_low_reasoning", "gpt_oss_medium_reasoning", "gpt_oss_high_reasoning"),
 )
 SPECIAL_MARKS = ["<|im_start|>", "<|im_end|>"]
 SPECIAL_MARKS += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL_MARKS += ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"]
+SPECIAL_MARKS += ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
 PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Tokens of their own that are no special ones, as in Qwen3's tokenizer."""
-SHORT = 16
+PLAIN_MARKS += ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"]
+PLAIN_MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"]
+"""Tokens of their own that are no special ones, as in the tokenizers of Qwen3 and DeepSeek V3."""
+SHORT, SHOWN = 16, 60
 MODES = (
     "last_assistant_message",
     "last_assistant_turn",
@@ -128,8 +138,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "thoughts with calls": [
         said("user", "Time?"),
         said("assistant", [thought(" A tool. "), text(" ")], tool_calls=[CLOCK]),
-        said("tool", "noon"),
-        said("tool", "rain"),
+        said("tool", "noon", name="clock"),
+        said("tool", "rain", name="functions.weather"),
         said("assistant", [text(" "), thought("So. "), text("\n Noon. "), text(" ")]),
         said("user", "And?"),
     ],
@@ -144,6 +154,23 @@ TOOLS = [
         "name": "weather",
         "description": "Forecasts, für Städte.",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+    {
+        "name": "plan",
+        "description": " Plans a day. ",
+        "parameters": {
+            "type": "object",
+            "description": "A day.",
+            "properties": {
+                "when": {"type": "string", "enum": ["noon"], "description": " Time. ", "default": None},
+                "who": {"title": "Who", "type": ["string", "null"], "examples": ["me"]},
+                "how": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "boolean"}}]},
+                "where": {"type": "object", "properties": {"x": {"type": "number", "nullable": True}, "y": {}}},
+            },
+            "required": ["when"],
+            "additionalProperties": False,
+        },
+        "strict": True,
     },
 ]
 
@@ -174,6 +201,20 @@ RESPONSES = [
     "<tool_call><function= ></function></tool_call>"
     "<tool_call><function=a><parameter= >1</parameter></function></tool_call>"
     "<tool_call><function=clock>\n</function>{end}",
+    "\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>plan"
+    '<｜tool▁sep｜> {{"a": [1]}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>{end}',
+    "I look.</think> Now. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{{<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>{end}",
+    "<think>Hm.</think>I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{{}}{end}",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁calls▁end｜>{end}",
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 5.{end}",
+    "<|channel|>analysis<|message|> <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>"
+    "assistant to=functions.clock<|channel|>commentary <|constrain|>json<|message|>{{}} <|call|>",
+    " to=functions.clock<|channel|>commentary <|constrain|>json<|message|>{{<|call|>",
+    "<|channel|>final<|message|>5<|call|>6{end}",
+    "<|start|>assistant to=functions.clock<|channel|>commentary{end}",
+    "<|channel|>other<|message|>5{end}",
+    "<|channel|>final<|message|>5",
     "It is 5.{eos}",
     "It is 5.\n\nUser: Thanks.\n\nUser: Bye.",
     "It is 5.\n\nUser:{eos}",
@@ -201,8 +242,13 @@ def record(renderers: Any, tokenizer: Any, names: list[str]) -> dict[str, Any]:
 
 def recorded(renderers: Any, renderer: Any, name: str) -> dict[str, Any]:
     tokenizer = renderer.tokenizer
+    if hasattr(renderer, "current_date"):
+        renderer.current_date = "2026-01-31"
     stops = renderer.get_stop_sequences()
-    ends = {"end": stops[0] if isinstance(stops[0], str) else tokenizer.decode(stops), "eos": tokenizer.eos_token or ""}
+    ends = {
+        "end": stops[0] if isinstance(stops[0], str) else tokenizer.decode(stops[:1]),
+        "eos": tokenizer.eos_token or "",
+    }
     conversations = {
         title: [with_calls(renderers, message) for message in messages]
         for title, messages in CONVERSATIONS.items()
@@ -255,7 +301,7 @@ def examples(renderers: Any, renderer: Any, messages: list[Any]) -> dict[str, An
 
 
 def rendered(renderer: Any, build: Any) -> Any:
-    """The text with a checksum of its tokens, and the weights, of what is built; ``refused`` if nothing is."""
+    """The end of the text, a checksum of its tokens, and the weights of what is built; ``refused`` if nothing is."""
     try:
         built = build()
     except Exception:
@@ -266,8 +312,13 @@ def rendered(renderer: Any, build: Any) -> Any:
 def shown(renderer: Any, built: Any) -> list[Any]:
     tokens, weights = built if isinstance(built, tuple) else (built, None)
     ids = [int(token) for token in tokens.to_ints()]
-    text = f"{renderer.tokenizer.decode(ids)} #{zlib.crc32(json.dumps(ids).encode()):08x}"
+    text = f"{shortened(renderer.tokenizer.decode(ids))} #{zlib.crc32(json.dumps(ids).encode()):08x}"
     return [text] if weights is None else [text, stretches([float(weight) for weight in weights])]
+
+
+def shortened(text: str) -> str:
+    """The text, or its end if it is long; the checksum beside it covers all of its tokens."""
+    return text if len(text) <= SHOWN else f"… {text[-SHOWN:]}"
 
 
 def stretches(weights: list[float]) -> str:
@@ -307,39 +358,39 @@ def official(directory: Path, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 
-def packed(value: Any, texts: dict[str, int]) -> Any:
-    """The value with texts that come again and again replaced by their numbers."""
+def packed(value: Any, pool: dict[str, int]) -> Any:
+    """The value with texts, lists and objects that come again and again replaced by their numbers in the pool."""
     if isinstance(value, dict):
-        return {key: packed(one, texts) for key, one in value.items()}
-    if isinstance(value, list):
-        return [packed(one, texts) for one in value]
-    if isinstance(value, str) and len(value) > SHORT:
-        return {"#": texts.setdefault(value, len(texts))}
-    return value
+        value = {key: packed(one, pool) for key, one in value.items()}
+    elif isinstance(value, list):
+        value = [packed(one, pool) for one in value]
+    text = compact(value)
+    return {"#": pool.setdefault(text, len(pool))} if len(text) > SHORT else value
 
 
-def unpacked(value: Any, texts: list[str]) -> Any:
+def unpacked(value: Any, pool: list[Any]) -> Any:
     if isinstance(value, dict):
-        return texts[value["#"]] if "#" in value else {key: unpacked(one, texts) for key, one in value.items()}
-    return [unpacked(one, texts) for one in value] if isinstance(value, list) else value
+        return (
+            unpacked(pool[value["#"]], pool) if "#" in value else {k: unpacked(one, pool) for k, one in value.items()}
+        )
+    return [unpacked(one, pool) for one in value] if isinstance(value, list) else value
 
 
 def read_record() -> dict[str, Any]:
     found = json.loads(RECORD.read_text("utf-8"))
-    return dict(unpacked(found["renders"], found["texts"]))
+    return dict(unpacked(found["renders"], found["pool"]))
 
 
 def record_text(found: dict[str, Any]) -> str:
-    """JSON with a line for each text and each conversation."""
-    texts: dict[str, int] = {}
+    """JSON with a line for each part of a renderer, and for each value of the pool."""
+    pool: dict[str, int] = {}
     lines = [
         f" {json.dumps(name)}: {{\n"
-        + ",\n".join(f"  {json.dumps(key)}: {compact(packed(part, texts))}" for key, part in parts.items())
+        + ",\n".join(f"  {json.dumps(key)}: {compact(packed(part, pool))}" for key, part in parts.items())
         + "\n }"
         for name, parts in found.items()
     ]
-    listed = ",\n".join(f" {compact(text)}" for text in texts)
-    return '{"renders": {\n' + ",\n".join(lines) + '\n},\n"texts": [\n' + listed + "\n]}\n"
+    return '{"renders": {\n' + ",\n".join(lines) + '\n},\n"pool": [\n' + ",\n".join(pool) + "\n]}\n"
 
 
 def compact(value: Any) -> str:

@@ -127,7 +127,7 @@ def command(*arguments: str) -> str:
     elif script.exists():
         words = [nearest(script)]
     else:
-        words = [nearest(Path(sys.executable)), "-m", "lorimer.cli.main"]
+        words = [nearest(Path(sys.executable)), "-m", "lorimer.cli"]
     return shlex.join([*words, *arguments])
 
 

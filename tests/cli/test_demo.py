@@ -65,7 +65,7 @@ def test_printed_commands_work_where_the_user_stands(tmp_path, monkeypatch):
     run = subprocess.run(shlex.split(command("version")), env=environment(), capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert command("serve") == f"{tmp_path}/python -m lorimer.cli.main serve"
+    assert command("serve") == f"{tmp_path}/python -m lorimer.cli serve"
 
 
 @pytest.mark.slow

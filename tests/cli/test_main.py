@@ -50,6 +50,24 @@ def test_help_of_every_command(words):
     assert not [char for char in run.stdout if ord(char) > 0xFFFF], "a word between colons has become an emoji"
 
 
+def test_ctrl_c_while_modules_are_loaded_ends_without_a_traceback():
+    code = """
+import sys
+
+class Interrupted:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+from lorimer.cli import run
+run()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["checkpoint", "download", "--help"]], ids=" ".join)
 def test_help_loads_nothing_heavy(arguments):
     """Typer itself checks the values of options with pydantic."""

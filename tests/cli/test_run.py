@@ -8,38 +8,57 @@ from tests.cli.conftest import MODEL, RANK
 def test_list_as_table(alice, trained):
     shown = alice("run", "list")
     header, *rows = shown.splitlines()
-    assert header.split() == [
-        "run",
-        "base",
-        "model",
-        "rank",
-        "last",
-        "request",
-        "last",
-        "checkpoint",
-        "replica",
-        "state",
-    ]
+    assert header.split() == ["run", "id", "status", "steps", "base", "model", "last", "request", "tags"]
     (row,) = [line for line in rows if trained.run_id in line]
-    assert MODEL in row and f" {RANK} " in row and " ok" in row
-    assert "weights/first" in row or "sampler_weights/final" in row  # they were saved side by side
+    assert MODEL in row and " running " in row
     assert " ago" in row or "now" in row
-    assert " #0 " in row
+
+
+def test_show_and_change(alice, trained):
+    name = alice.json("run", "show", trained.run_id)["name"]
+    assert alice("run", "rename", name, "pot [bold]") == f"{trained.run_id}: is now pot [bold]\n"
+    assert alice("run", "note", "pot [bold]", "sings") == f"{trained.run_id}: noted\n"
+    assert alice("run", "tag", trained.run_id, "tea", "old") == f"{trained.run_id}: has the tags tea, old\n"
+    assert alice.json("run", "tag", trained.run_id, "--remove", "old")["tags"] == ["tea"]
+    assert "no tag 'old'" in alice.refused("run", "tag", trained.run_id, "--remove", "old")[1]
+    shown = alice("run", "show", "pot [bold]")
+    for text in ("pot [bold]", trained.run_id, "running", "tea", "sings", MODEL, "loss:sum"):
+        assert text in shown
+    found = alice.json("run", "list", "tag=tea", "--sort", "name", "--show", "max.loss:sum")
+    assert [run["run_id"] for run in found["runs"]] == [trained.run_id]
+    assert "no run is called 'kettle'" in alice.refused("run", "show", "kettle")[1]
+    assert "there is no field 'rnk'" in alice.refused("run", "list", "rnk>3")[1]
+
+
+def test_archive_and_delete(alice, trained):
+    import lorimer
+
+    with lorimer.ServiceClient(base_url=alice.url, api_key=alice.key) as service:
+        run_id = service.create_lora_training_client(MODEL, rank=1, name="short").model_id
+        assert "is running" in alice.run("run", "delete", "short", "--yes").stderr
+    assert alice("run", "archive", "short") == f"{run_id}: archived\n"
+    assert alice.json("run", "list", "short")["total_count"] == 0
+    assert alice.json("run", "list", "short", "--archived", "yes")["total_count"] == 1
+    assert alice("run", "archive", "short", "--undo") == f"{run_id}: unarchived\n"
+    assert "--yes" in alice.refused("run", "delete", "short", "-f", "json")[1]
+    assert alice.run("run", "delete", "short", text="n\n").exit_code == 1
+    assert alice("run", "delete", "short", "--yes") == f"{run_id}: deleted\n"
+    assert alice.refused("run", "show", run_id)[0] == 4
 
 
 def test_ids_are_whole_in_a_narrow_terminal(alice, trained):
     shown = alice("run", "list", COLUMNS="60")
     assert max(map(len, shown.splitlines())) <= 60
-    assert trained.run_id in "".join(line.split()[0] for line in shown.splitlines() if line[:1].strip())
+    header = shown.splitlines()[0]
+    begin, end = header.index("id"), header.index("status")
+    assert trained.run_id in "".join(line[begin:end].strip() for line in shown.splitlines())
 
 
 def test_list_as_json(alice, trained):
     found = alice.json("run", "list", "--limit", 0)
     assert found["total_count"] == len(found["runs"])
-    run = next(one for one in found["runs"] if one["training_run_id"] == trained.run_id)
-    assert (run["base_model"], run["lora_rank"], run["corrupted"]) == (MODEL, RANK, False)
-    assert run["replica"] == f"{MODEL}#0"
-    assert run["last_checkpoint"]["tinker_path"] == trained.training
+    run = next(one for one in found["runs"] if one["run_id"] == trained.run_id)
+    assert (run["base_model"], run["status"], run["num_parts"]) == (MODEL, "running", 1)
 
 
 def test_limit_says_what_is_left_out(alice, trained):
@@ -62,7 +81,8 @@ def test_info(alice, trained):
         assert text in shown
     assert "purpose=cli [bold]\\x1b[31m" in shown  # neither markup nor control codes have an effect
     found = alice.json("run", "info", trained.training)
-    assert found["training_run_id"] == trained.run_id
+    assert (found["training_run_id"], found["lora_rank"]) == (trained.run_id, RANK)
+    assert found["replica"] == f"{MODEL}#0"
     assert {one["checkpoint_type"] for one in found["checkpoints"]} == {"training", "sampler", "external"}
 
 

@@ -170,7 +170,8 @@ def member_differences(member: str) -> list[str]:
     for name in mine.keys() & theirs.keys():
         pair = [(one[name].kind, one[name].default) for one in (mine, theirs)]
         found += [f"{name} is {pair[0]}, not {pair[1]}"] if pair[0] != pair[1] else []
-    ours_alone = [name for name in mine.keys() - theirs.keys() if mine[name].kind != inspect.Parameter.KEYWORD_ONLY]
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    ours_alone = [name for name in mine.keys() - theirs.keys() if mine[name].kind not in by_keyword]
     found += [f"{name} is ours alone and not keyword-only" for name in ours_alone]
     return found + (["coroutine"] if is_coroutine(unwrap(official)) != is_coroutine(unwrap(ours)) else [])
 

@@ -23,7 +23,8 @@ STEPS = 24
 class Restartable:
     """``lorimer serve`` on one port, which can be killed and started again."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, *options: str) -> None:
+        self._options = options
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self._port = found.getsockname()[1]
@@ -33,6 +34,7 @@ class Restartable:
     def start(self) -> None:
         command = [sys.executable, "-m", "lorimer.cli.main", "serve", "--port", str(self._port), "--data"]
         command += [str(self._data), "--model", "lorimer/debug", "--dtype", "float32", "--set", "num_threads=1"]
+        command += self._options
         log = self._data.parent / "server.log"
         with log.open("ab") as errors:
             self.process = subprocess.Popen(

@@ -252,16 +252,28 @@ class Installation:
 
 IS_CLUSTER = bool(os.environ.get("LORIMER_TEST_CLUSTER"))
 """Whether tests that serve by `whole_installation` do so, instead of by one process."""
+IS_RAY = os.environ.get("LORIMER_TEST_CLUSTER") == "ray"
+"""Whether its workers are placed by Ray."""
 
 
 @contextmanager
 def whole_installation(
     folder: Path, models: Sequence[str], users: Sequence[str] = (), **settings: object
 ) -> Iterator[Installation]:
-    """Serve by two API replicas and two workers, each with two replicas of each model, over PostgreSQL and S3."""
+    """Serve by two API replicas and two workers, each with two replicas of each model, over PostgreSQL and S3.
+
+    With Ray, whose nodes must be there, a worker has two replicas of one model, and objects are in a directory.
+    """
     named = dict(model.split("=", 1) if "=" in model else (model, model) for model in models)
     bucket = folder / "bucket"
     bucket.mkdir(parents=True)
+    if IS_RAY:
+        from tests.ray.clusters import RayInstallation
+
+        options = {"num_replicas": 2, "worker_replicas": 2, "objects": f"file://{bucket}"}
+        with RayInstallation(folder, named, users=users, **options, **settings) as opened:
+            yield opened
+        return
     with (seaweedfs if find_weed() else moto)(bucket) as url:
         objects = {"objects": f"s3://{BUCKET}/lorimer", "extra": variables(url)}
         with Installation(folder, named, num_replicas=2, users=users, **objects, **settings) as opened:

@@ -5,11 +5,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 
-from tests.cluster.installation import IS_CLUSTER, whole_installation
+from tests.cluster.installation import IS_CLUSTER, IS_RAY, whole_installation
 from tests.conformance.samples import MODEL, RANK, SEEING, TWIN
 from tests.conformance.servers import RunningServer, create_key, running_server
 from tests.conformance.users import User
@@ -65,8 +66,14 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(data: Path, models: Sequence[str], users: Sequence[str] = (), **settings: object) -> RunningServer:
     """Serve until the last test of this folder. ``users`` get keys before that.
 
-    All tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer.
+    All tests run on one process, or with ``make conformance-cluster`` on several behind a load balancer, or with
+    ``make test-ray`` on several that Ray places.
     """
+    if IS_RAY and not NODES:
+        from tests.ray.clusters import ray_nodes
+
+        NODES.append(SERVERS.enter_context(ray_nodes(8)))
+        NODES[0].add(8)
     if not IS_CLUSTER:
         KEYS.update({user: create_key(data, user) for user in users})
         return SERVERS.enter_context(running_server(data, models, **settings))
@@ -91,6 +98,8 @@ def serve_with_vllm(data: Path, users: Sequence[str], **settings: object) -> Run
 
 
 KEYS: dict[str, str] = {}
+NODES: list[Any] = []
+"""The Ray cluster that places workers, if it does."""
 
 
 @pytest.fixture(scope="session")

@@ -169,12 +169,12 @@ class Trainer:
         return self.begin(work, *values, **named).result(120)
 
     def run(self, url: str, *, key: str = "tml-local", rank: int = 4, **session: Any) -> lorimer.TrainingClient:
-        """A new run; `session` are arguments of the service client."""
-        metadata = session.pop("run_metadata", None)
+        """A new run; `run` are options of the run, `session` arguments of the service client."""
+        metadata, options = session.pop("run_metadata", None), session.pop("run", {})
 
         def create() -> lorimer.TrainingClient:
             service = lorimer.ServiceClient(base_url=url, api_key=key, **session)
-            return service.create_lora_training_client(MODEL, rank=rank, seed=0, user_metadata=metadata)
+            return service.create_lora_training_client(MODEL, rank=rank, seed=0, user_metadata=metadata, **options)
 
         client: lorimer.TrainingClient = self.do(create)
         return client

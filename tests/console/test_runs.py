@@ -5,7 +5,9 @@ import re
 import httpx2
 from playwright.sync_api import expect
 
+import lorimer
 from tests.conformance.servers import create_key
+from tests.console.conftest import train
 
 
 def test_the_list_is_live_and_searched(server, open_page, trainer):
@@ -14,7 +16,7 @@ def test_the_list_is_live_and_searched(server, open_page, trainer):
     row = page.locator(f"tr[data-row='{first.model_id}']")
     expect(row).to_contain_text("task: colours")
     expect(row).to_contain_text("an evening of colours")
-    expect(row).to_contain_text("active")
+    expect(row).to_contain_text("running")
     second = trainer.run(server.url, run_metadata={"task": "numbers"})
     other = page.locator(f"tr[data-row='{second.model_id}']")
     expect(other).to_be_visible()
@@ -38,7 +40,7 @@ def test_ticked_runs_are_compared(server, open_page, trainer):
     compare = page.get_by_role("button", name="Compare", exact=False)
     expect(compare).to_be_disabled()
     for client in clients:
-        page.get_by_role("checkbox", name=f"Compare {client.model_id}").check()
+        page.locator(f"input[data-run='{client.model_id}']").check()
     page.get_by_role("button", name="Compare 2").click()
     chart = page.locator(".chart[data-metric='loss:sum']")
     expect(chart).to_have_attribute("data-points", "4 6")
@@ -48,7 +50,7 @@ def test_ticked_runs_are_compared(server, open_page, trainer):
     page.get_by_role("button", name=f"Take {clients[1].model_id} out of the charts").click()
     expect(chart).to_have_attribute("data-points", "4")
     assert "compare" not in page.url
-    page.get_by_label("Compare with another run, by its id").fill(clients[1].model_id)
+    page.get_by_label("Compare with another run, by its name or id").fill(clients[1].model_id)
     page.keyboard.press("Enter")
     expect(chart).to_have_attribute("data-points", "4 6")
     assert "compare=" in page.url
@@ -79,3 +81,98 @@ def test_of_anothers_run_only_what_is_published_is_shown(keyed, open_page, watch
     expect(page.locator("tr[data-checkpoint$='/private']")).to_have_count(0)
     for heading in ("Curves", "Operations"):
         expect(page.get_by_role("heading", name=heading)).to_have_count(0)
+
+
+def test_the_list_is_sorted_grouped_and_has_chosen_columns(server, open_page, watch, trainer):
+    watch.expected.add(400)
+    runs = {
+        rank: trainer.run(server.url, run={"name": f"rank {rank}", "tags": ["zoo"], "config": {"rank": rank}})
+        for rank in (2, 8, 4)
+    }
+    page = open_page(server.url, "/console/runs?q=tag%3Dzoo&sort=-config.rank&columns=config.rank")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(3)
+    assert [rows.nth(n).get_attribute("data-row") for n in range(3)] == [runs[rank].model_id for rank in (8, 4, 2)]
+    page.get_by_role("button", name="config.rank ↓").click()
+    expect(rows.first).to_contain_text("rank 2")
+    expect(page).to_have_url(re.compile(r"sort=config\.rank"))
+    page.get_by_role("button", name="Columns").click()
+    page.get_by_label("Fields to show").fill("config.rank, last.reward")
+    page.get_by_role("dialog").get_by_role("button", name="Save").click()
+    expect(page.get_by_role("button", name="last.reward")).to_be_visible()
+    page.get_by_label("Group runs").select_option("config.rank")
+    groups = page.locator(".run-group")
+    expect(groups).to_have_count(3)
+    groups.nth(1).get_by_role("button", name="4").first.click()
+    expect(groups.nth(1)).to_contain_text("rank 4")
+    page.reload()
+    expect(groups).to_have_count(3)
+    page.get_by_role("searchbox").fill("lsos<3")
+    expect(page.get_by_role("alert")).to_contain_text("there is no field 'lsos'")
+
+
+def test_a_run_is_edited_archived_and_deleted(server, open_page, watch, trainer):
+    client = trainer.run(server.url, run={"name": "before", "config": {"lr": 0.1, "data": {"n": 3}}, "num_steps": 9})
+    trainer.train(client, 2)
+    page = open_page(server.url, f"/console/training_runs/{client.model_id}")
+    head = page.locator(".page-head")
+    expect(head).to_contain_text("before")
+    expect(page.locator("[data-row=facts]")).to_contain_text("data.n")
+    expect(page.locator("[data-row=run]")).to_contain_text("2 of 9")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Name", exact=True).fill("after <b>")
+    page.get_by_role("dialog").get_by_label("Tags").fill("one, two")
+    page.get_by_role("dialog").get_by_label("Notes").fill("a note")
+    page.get_by_role("dialog").get_by_role("button", name="Save").click()
+    expect(head).to_contain_text("after <b>")
+    expect(page.locator("[data-row=run]")).to_contain_text("a note")
+    expect(page.get_by_role("button", name="Delete run")).to_be_disabled()
+    trainer.do(lambda: client.finish_run("failed", "no more water").result())
+    expect(page.locator(".run-error")).to_contain_text("no more water")
+    page.get_by_role("button", name="Archive", exact=True).click()
+    expect(page.get_by_role("button", name="Unarchive")).to_be_visible()
+    page.get_by_role("button", name="Delete run").click()
+    watch.expected.add(404)  # a poll may be under way
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page).to_have_url(re.compile("/console/runs$"))
+
+
+def test_a_resumed_run_has_one_page_and_one_curve(server, open_page, trainer):
+    first = trainer.run(server.url, run={"name": "resumed", "run_key": "one curve"})
+    trainer.train(first, 4)
+    state = trainer.do(lambda: first.save_state("four").result().path)
+    trainer.do(train, first, 2, first=5)
+    page = open_page(server.url, f"/console/runs/{first.model_id}")
+    chart = page.locator(".chart[data-metric='loss:sum']")
+    expect(chart).to_have_attribute("data-points", "6")
+
+    def resume():
+        service = lorimer.ServiceClient(base_url=server.url, api_key="tml-local")
+        return service.create_training_client_from_state_with_optimizer(state, run_key="one curve", first_step=5)
+
+    second = trainer.do(resume)
+    expect(chart).to_have_attribute("data-points", "4")  # what the new part computes again is superseded
+    trainer.do(train, second, 3, first=5)
+    for metric in ("loss:sum", "reward"):
+        expect(page.locator(f".chart[data-metric='{metric}']")).to_have_attribute("data-points", "7")
+    expect(page.locator(".parts li")).to_have_count(2)
+    page.goto(f"/console/training_runs/{second.model_id}")
+    expect(chart).to_have_attribute("data-points", "7")
+
+
+def test_compared_runs_are_told_apart(server, open_page, trainer):
+    runs = [trainer.run(server.url, run={"name": f"one of {n}", "config": {"lr": n / 10, "same": 1}}) for n in (1, 2)]
+    for client in runs:
+        trainer.train(client, 2)
+    page = open_page(server.url, f"/console/runs/{runs[0].model_id}")
+    page.get_by_label("Compare with another run, by its name or id").fill("one of 2")
+    page.locator(".found-runs button").first.click()
+    legend = page.locator(".run-legend")
+    expect(legend).to_contain_text("one of 2")
+    table = page.locator(".panel", has=page.get_by_role("heading", name="Differences"))
+    expect(table).to_contain_text("lr")
+    expect(table).not_to_contain_text("same")
+    page.get_by_label("Legend").select_option("fields")
+    expect(legend).to_contain_text("lr=0.2")
+    page.reload()
+    expect(legend).to_contain_text("lr=0.2")

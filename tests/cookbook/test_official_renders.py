@@ -5,6 +5,7 @@
 """
 
 import json
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,15 +60,17 @@ def test_recommended_renderers():
         model_info.get_recommended_renderer_name(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "gpt_oss_medium_reasoning", "deepseekv3", "nemotron3", "tml_v0"])
+@pytest.mark.parametrize("name", ["kimi_k26", "kimi_k2", "deepseekv4_1", "glm5_3_low_reasoning", "tml_v0"])
 def test_official_names_that_are_not_here_are_refused_with_what_is(name, tokenizer):
-    with pytest.raises(Unsupported, match=rf"{name!r} is not here; accepted are auto, llama3, .*template"):
+    with pytest.raises(Unsupported, match=rf"{name!r} is not here; accepted are auto, deepseekv3, .*template"):
         renderers.get_renderer(name, tokenizer)
 
 
 def test_tokenizer_of_another_family_is_refused():
     with pytest.raises(InvalidInput, match=r"has no token '<\|eot_id\|>'.*'auto'"):
         renderers.get_renderer("llama3", tokenizer_with()).get_stop_sequences()
+    with pytest.raises(InvalidInput, match=r"has no token '<｜begin▁of▁sentence｜>'.*'auto'"):
+        renderers.get_renderer("deepseekv3", tokenizer_with())
 
 
 @pytest.mark.parametrize("name", official.WITHOUT_TOOLS)
@@ -109,9 +112,42 @@ def test_images_and_unknown_parts_are_refused(tokenizer):
         with pytest.raises(Unsupported, match=rf"{name!r} has no form for images"):
             renderers.get_renderer(name, tokenizer, image_processor=object())
     sound: Any = {"role": "user", "content": [{"type": "sound"}]}
-    for name in ("qwen3", "qwen3_5"):
+    for name in ("qwen3", "qwen3_5", "qwen3_vl", "nemotron3"):
         with pytest.raises(Unsupported, match="'sound'"):
             renderers.get_renderer(name, tokenizer).build_generation_prompt([sound])
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_roles_that_deepseek_has_no_form_for_are_refused(role, tokenizer):
+    renderer = renderers.get_renderer("deepseekv3", tokenizer)
+    with pytest.raises(Unsupported, match=f"message 1 has the role '{role}'; accepted are user, assistant and tool"):
+        renderer.build_generation_prompt([QUESTION, {"role": role, "content": "Be brief."}])
+
+
+def test_the_result_of_a_tool_without_a_name_is_refused_by_gpt_oss(tokenizer):
+    renderer = renderers.get_renderer("gpt_oss_no_sysprompt", tokenizer)
+    with pytest.raises(InvalidInput, match="message 1 is of a tool and has no 'name'"):
+        renderer.build_generation_prompt([QUESTION, {"role": "tool", "content": "noon"}])
+
+
+def test_the_system_message_of_gpt_oss_states_the_date_of_today(tokenizer):
+    renderer = renderers.get_renderer("gpt_oss_low_reasoning", tokenizer)
+    before = datetime.now()
+    prompt = tokenizer.decode(renderer.build_generation_prompt([QUESTION]).to_ints())
+    assert any(f"Current date: {day:%Y-%m-%d}\n" in prompt for day in (before, datetime.now()))
+
+
+def test_less_effort_is_asked_for_in_a_text_only(tokenizer):
+    parts: Any = [{"role": "user", "content": [official.text("2 + 3?")]}]
+    with pytest.raises(Unsupported, match="only a text is accepted"):
+        renderers.get_renderer("nemotron3_low_thinking", tokenizer).build_generation_prompt(parts)
+
+
+def test_arguments_that_are_no_object_are_not_a_call(tokenizer):
+    renderer = renderers.get_renderer("deepseekv3", tokenizer)
+    call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>[1]<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    message, _ = renderer.parse_response(tokenizer.encode(call + "<｜end▁of▁sentence｜>", add_special_tokens=False))
+    assert message["unparsed_tool_calls"][0]["error"] == "an object of arguments is needed"
 
 
 def test_thinking_after_a_prompt_without_is_refused(tokenizer):

@@ -69,9 +69,9 @@ def test_quick_steps_share_requests(client, log_dir, reported, monkeypatch):
     sent = []
     send = Reports.send
 
-    def count(self, points, patience):
+    def count(self, points, *more):
         sent.append(len(points))
-        return send(self, points, patience)
+        return send(self, points, *more)
 
     monkeypatch.setattr(Reports, "send", count)
     with open_log(log_dir, config={}, sinks=["server"]) as log:

@@ -1,6 +1,9 @@
 """Servers and tokenizers as loops find them."""
 
+import pytest
+
 from lorimer.cookbook.service import get_tokenizer, open_service
+from lorimer.errors import NotFound
 from tests.conftest import ODD_NAME
 
 
@@ -10,3 +13,12 @@ def test_server_at_an_address(base_url):
         assert tokenizer.eos_token == "<|im_end|>"
         models = {model.model_name for model in service.get_server_capabilities().supported_models}
         assert models == {"lorimer/tiny", "lorimer/debug", ODD_NAME}
+
+
+def test_a_model_that_is_not_served_is_named_without_asking_the_hub(base_url, monkeypatch):
+    monkeypatch.setattr("lorimer.client.tokenizers._load", lambda source: pytest.fail(f"asked for {source}"))
+    with (
+        open_service("no/such", base_url) as service,
+        pytest.raises(NotFound, match=r"'no/such' is not served here; accepted are .*'lorimer/tiny'"),
+    ):
+        get_tokenizer(service, "no/such")

@@ -144,7 +144,31 @@ async def test_own_server_is_found_by_its_address(base_url, log_dir):
     assert result.metrics["step"] == 0
 
 
-@pytest.mark.parametrize(("changes", "reason"), [({"rank": 0}, "rank is 0"), ({"batches_per_step": 9}, "6 batches")])
+async def test_run_of_another_optimizer_is_logged_and_saved_with_it(service, log_dir):
+    options = {"optimizer": "lion", "optimizer_params": {"lr_multipliers": {"lora_B": 2.0}}, "learning_rate": 1e-3}
+    options |= {"save_every": 2, "schedule": "constant"}
+    whole = await supervised.train(config(log_dir / "whole", **options), service)
+    await supervised.train(config(log_dir / "cut", max_steps=4, **options), service)
+    described = json.loads((log_dir / "cut" / "config.json").read_text("utf-8"))
+    assert (described["optimizer"], described["optimizer_params"]) == ("lion", {"lr_multipliers": {"lora_B": 2.0}})
+    client = service.create_training_client_from_state_with_optimizer(whole.checkpoint.state_path)
+    assert client.get_info().optimizer_config.type == "lion"
+    lines = [read_metrics(log_dir / name)[:4] for name in ("whole", "cut")]
+    assert [line["train/nll"] for line in lines[0]] == [line["train/nll"] for line in lines[1]]
+    with pytest.raises(InvalidInput, match="optimizer was 'lion' and is 'sgd'"):
+        await supervised.train(config(log_dir / "cut", max_steps=4, **options | {"optimizer": "sgd"}), service)
+
+
+WRONG = [
+    ({"rank": 0}, "rank is 0"),
+    ({"batches_per_step": 9}, "6 batches"),
+    ({"optimizer": "rprop"}, "optimizer is 'rprop'; accepted are adamw, adam, sgd"),
+    ({"optimizer": "lion", "optimizer_params": {"momentum": 0.9}}, "lion.momentum: extra inputs"),
+    ({"optimizer": "lion", "weight_decay": 0.1}, "weight_decay is a field of adamw; give it to lion"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), WRONG)
 def test_configuration_is_checked(log_dir, changes, reason):
     with pytest.raises(InvalidInput, match=reason):
         config(log_dir, **changes)

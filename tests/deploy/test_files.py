@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.conformance.servers import LORIMER, ROOT, environment, running_server
+from tests.ray.environment import RELEASE
 
 DEPLOY = ROOT / "deploy"
 TOOLS = ROOT / ".venvs" / "deploy" / "bin"
@@ -56,8 +58,37 @@ def test_compose_reads_its_file():
 
 
 def test_kubernetes_accepts_the_manifests():
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
-        check(tool("kubernetes-validate"), "--strict", path)
+    check(tool("kubernetes-validate"), "--strict", DEPLOY / "kubernetes" / "lorimer.yaml")
+
+
+RAY_CLUSTER = {
+    "spec": {"rayVersion", "headGroupSpec", "workerGroupSpecs"},
+    "head": {"serviceType", "rayStartParams", "template"},
+    "workers": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+}
+"""The fields of a RayCluster that ours uses; they are those of KubeRay 1.7, against whose schema it was validated."""
+
+
+def test_the_pods_of_ray_are_those_of_lorimer(tmp_path):
+    cluster = yaml.safe_load((DEPLOY / "kubernetes" / "lorimer-ray.yaml").read_text())
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = cluster["spec"]
+    assert spec.keys() == RAY_CLUSTER["spec"] and spec["headGroupSpec"].keys() == RAY_CLUSTER["head"]
+    assert [group.keys() for group in spec["workerGroupSpecs"]] == [RAY_CLUSTER["workers"]]
+    assert f"ray=={spec['rayVersion']}" == RELEASE, "the release that the tests run"
+    known = {one["metadata"]["name"] for one in manifests() if one["kind"] == "ConfigMap"}
+    for number, group in enumerate([spec["headGroupSpec"], *spec["workerGroupSpecs"]]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": group["template"]["spec"]}
+        (container,) = pod["spec"]["containers"]
+        assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]
+        assert {volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume} <= known
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(pod))
+        check(tool("kubernetes-validate"), "--strict", tmp_path / f"{number}.yaml")
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "lorimer.yaml").read_text()))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (DEPLOY / "systemd").iterdir()))
@@ -73,12 +104,13 @@ def test_prometheus_accepts_its_jobs():
 
 
 def configurations() -> dict[str, str]:
-    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "lorimer.yaml").read_text()))
-    (config,) = (one for one in manifests if one["kind"] == "ConfigMap")
-    return {"compose": (DEPLOY / "lorimer.toml").read_text(), "kubernetes": config["data"]["lorimer.toml"]}
+    (config,) = (one for one in manifests() if one["kind"] == "ConfigMap")
+    kubernetes = config["data"]["lorimer.toml"]
+    ray = 'cluster = "ray"\ndevice = "cuda"\n' + kubernetes
+    return {"compose": (DEPLOY / "lorimer.toml").read_text(), "kubernetes": kubernetes, "ray": ray}
 
 
-@pytest.mark.parametrize("name", ["compose", "kubernetes"])
+@pytest.mark.parametrize("name", ["compose", "kubernetes", "ray"])
 def test_the_settings_exist(name, tmp_path):
     (tmp_path / "lorimer.toml").write_text(configurations()[name])
     check(*LORIMER, "config", "--config", tmp_path / "lorimer.toml", **environment())

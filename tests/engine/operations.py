@@ -7,11 +7,12 @@ import numpy as np
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.messages import ForwardBackward, RegisterLoss, SampleRequest, SamplingParams
 from lorimer.models.debug import VOCAB_SIZE
-from tests.engine.reference import make_datum
+from tests.engine.reference import DEVICE, make_datum
 
 
 def settings(cache, **more):
-    fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1, "memory_bytes": 256 << 20}
+    on = "cpu" if DEVICE.type == "cpu" else "auto"
+    fields: dict[str, Any] = {"device": on, "dtype": "float32", "num_threads": 1, "memory_bytes": 256 << 20}
     return EngineConfig(**{"model": "lorimer/debug", "cache_directory": str(cache)} | fields | more)
 
 

@@ -5,6 +5,7 @@ arithmetic is used here, only its names of targets.
 """
 
 import copy
+import os
 import warnings
 
 import numpy as np
@@ -20,7 +21,10 @@ from lorimer.engine.model.device import Device
 from lorimer.engine.validation import check_operation
 from lorimer.models.debug import tiny_model
 
-CPU = Device(torch.device("cpu"), torch.float32, 1 << 30)
+if os.environ.get("LORIMER_TEST_DEVICE", "cpu") == "pretend":
+    from tests.engine.pretend_device import DEVICE
+else:
+    DEVICE = Device(torch.device("cpu"), torch.float32, 1 << 30)
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2")
 MOE = ("gpt_oss", "qwen3_moe", "mixtral")
 MAX_CONTEXT = 512
@@ -31,16 +35,21 @@ def open_pair(architecture, **overrides):
     register_implementations()
     plain = tiny_model(architecture, **overrides)
     plain.config._attn_implementation = "eager"
-    return BaseModel(copy.deepcopy(plain), CPU, name=architecture), plain.requires_grad_(False).eval()
+    return BaseModel(copy.deepcopy(plain), DEVICE, name=architecture), plain.requires_grad_(False).eval()
 
 
-def make_adapter(model, rank=4, seed=0, **flags):
+def make_adapter(model, rank=4, seed=0, optimizer="adamw", **flags):
     """An adapter whose B is not zero, so that every gradient is alive."""
-    adapter = create_adapter(model.targets, LoraConfig(rank=rank, seed=seed, **flags), OptimizerConfig())
+    config = LoraConfig(rank=rank, seed=seed, **flags)
+    adapter = create_adapter(model.targets, config, OptimizerConfig(type=optimizer), model.device.handle)
     generator = torch.Generator().manual_seed(seed + 1)
     for _, b in adapter.weights.values():
-        b.normal_(0, 0.05, generator=generator)
+        b.copy_(torch.empty(b.shape).normal_(0, 0.05, generator=generator))
     return adapter
+
+
+def on_device(tensor):
+    return tensor.to(DEVICE.handle)
 
 
 def make_datum(loss_fn, length, seed, vocab_size, num_targets=0):
@@ -100,12 +109,15 @@ class PeftReference:
         for target in self._targets:
             parts.setdefault(target.module, []).append(target)
         self._parts = parts
+        is_rslora = adapter.config.use_rslora is True
+        power = 0.5 if is_rslora else 1  # the stacked pair has the rank of all parts, and their scale
         config = peft.LoraConfig(
             r=rank,
             lora_alpha=ALPHA,
+            use_rslora=is_rslora,
             target_modules=list(parts),
             rank_pattern={name: rank * len(group) for name, group in parts.items() if len(group) > 1},
-            alpha_pattern={name: ALPHA * len(group) for name, group in parts.items() if len(group) > 1},
+            alpha_pattern={name: ALPHA * len(group) ** power for name, group in parts.items() if len(group) > 1},
         )
         with warnings.catch_warnings():
             # PEFT warns of tied embeddings; the adapter of the head is meant to leave the embedding alone.
@@ -117,7 +129,7 @@ class PeftReference:
             with torch.no_grad():
                 b.zero_()
                 for i, target in enumerate(group):
-                    weight_a, weight_b = adapter.weights[target.name]
+                    weight_a, weight_b = (factor.cpu() for factor in adapter.weights[target.name])
                     a[i * rank : (i + 1) * rank] = weight_a
                     b[target.rows, i * rank : (i + 1) * rank] = weight_b
 
@@ -142,7 +154,8 @@ class MergedReference:
         self.model, self._adapter = plain, adapter
         self._targets = [t for t in model.targets if t.name in adapter.weights]
         self._leaves = {
-            name: tuple(f.detach().clone().requires_grad_() for f in pair) for name, pair in adapter.weights.items()
+            name: tuple(f.detach().cpu().clone().requires_grad_() for f in pair)
+            for name, pair in adapter.weights.items()
         }
 
     def logits(self, tokens):
@@ -201,5 +214,6 @@ def run_reference(reference, data, loss_fn, config=None):
 
 
 def relative_error(a, b):
+    a, b = a.cpu(), b.cpu()
     scale = max(b.abs().max().item(), 1e-6)
     return (a - b).abs().max().item() / scale

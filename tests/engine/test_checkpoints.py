@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorimer.engine.adapters import checkpoints
-from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten, snapshot
+from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten, name_factors, snapshot
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.training import optim
@@ -108,9 +109,10 @@ def logits(model: Any) -> Tensor:
 def assert_same_state(left: Adapter, right: Adapter) -> None:
     assert left.step == right.step
     assert left.moments.keys() == right.moments.keys()
-    for mine, other in [(left.weights, right.weights), *((left.moments[k], right.moments[k]) for k in left.moments)]:
+    kinds = [(left.moments[kind], right.moments[kind]) for kind in left.moments]
+    for mine, other in [(name_factors(left.weights), name_factors(right.weights)), *kinds]:
         assert list(mine) == list(other)
-        assert all(torch.equal(x, y) for x, y in zip(flatten(mine), flatten(other), strict=True))
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -138,6 +140,64 @@ def test_peft_gives_the_logits_of_the_adapter_we_saved(model: Any, groups: dict[
     assert (expected - logits(model)).abs().max() > 0.05
     loaded = PeftModel.from_pretrained(copy.deepcopy(model), directory)
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_gives_the_logits_of_an_rslora_adapter(model: Any, tmp_path: Path) -> None:
+    targets = find_targets(model)
+    adapter = make_adapter(targets, use_rslora=True)
+    assert adapter.scale == pytest.approx(32 / math.sqrt(3))
+    checkpoints.save(adapter, targets, str(tmp_path / "saved"), base_model="tiny", weights_only=False)
+    settings = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert settings["use_rslora"] is True
+    loaded = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "saved"))
+    torch.testing.assert_close(logits(loaded), logits(merge(model, adapter, targets)), rtol=1e-4, atol=1e-4)
+
+    again = make_adapter(targets, seed=2, use_rslora=True)
+    checkpoints.load(again, targets, str(tmp_path / "saved"), optimizer=True)
+    assert_same_state(again, adapter)
+    with pytest.raises(CheckpointError, match="has use_rslora=True, the run has use_rslora=False"):
+        checkpoints.load_weights(str(tmp_path / "saved"), targets, LoraConfig(rank=3))
+
+
+def test_manifest_without_newer_fields_is_read(phi3: Any, tmp_path: Path) -> None:
+    """Its checksum is that of the fields it was written with."""
+    targets = find_targets(phi3)
+    checkpoints.save(make_adapter(targets), targets, str(tmp_path / "c"), base_model="tiny", weights_only=True)
+    manifest = (tmp_path / "c" / "lorimer.json").read_text()
+    assert "use_rslora" not in manifest
+    assert checkpoints.read_config(str(tmp_path / "c")).use_rslora is msgspec.UNSET
+
+
+def test_pairs_of_different_ranks_are_read_as_pairs_of_the_highest(tmp_path: Path) -> None:
+    """As PEFT's EVA makes them; the logits are those of PEFT, and training leaves the added zeros alone."""
+    model = make_model("llama")
+    targets = find_targets(model)
+    modules = sorted({target.module.rsplit(".", 1)[-1] for target in targets})
+    patterns = {"q_proj": 2, "layers.0.self_attn.v_proj": 7, "down_proj": 8, "lm_head": 3}
+    settings = PeftConfig(
+        r=4,
+        lora_alpha=20,
+        rank_pattern=patterns,
+        alpha_pattern={"q_proj": 5, "up_proj": 40},
+        target_modules=modules,
+        task_type="CAUSAL_LM",
+    )
+    theirs = get_peft_model(copy.deepcopy(model), settings).eval()
+    for key, parameter in theirs.named_parameters():
+        if "lora_" in key:
+            nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
+
+    config = checkpoints.read_config(str(tmp_path / "theirs"))
+    assert config == LoraConfig(rank=8)
+    adapter = create_adapter(targets, config, OptimizerConfig())
+    checkpoints.load(adapter, targets, str(tmp_path / "theirs"), optimizer=False)
+    torch.testing.assert_close(logits(merge(model, adapter, targets)), logits(theirs), rtol=1e-4, atol=1e-4)
+    with pytest.raises(CheckpointError, match="the saved adapter has rank 8, the run has rank 4"):
+        checkpoints.load_weights(str(tmp_path / "theirs"), targets, LoraConfig(rank=4))
+    checkpoints.save(adapter, targets, str(tmp_path / "ours"), base_model="tiny", weights_only=True)
+    reloaded = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "ours"))
+    torch.testing.assert_close(logits(reloaded), logits(theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_we_read_back_what_peft_saves_of_our_adapter(model: Any, tmp_path: Path) -> None:
@@ -169,7 +229,7 @@ def test_an_adapter_made_by_peft_gives_the_same_logits_here(name: str, rslora: b
     theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
 
     config = checkpoints.read_config(str(tmp_path / "theirs"))
-    assert config == LoraConfig(rank=4)
+    assert config == LoraConfig(rank=4, use_rslora=True if rslora else msgspec.UNSET)
     adapter = create_adapter(targets, config, OptimizerConfig())
     checkpoints.load(adapter, targets, str(tmp_path / "theirs"), optimizer=False)
     torch.testing.assert_close(logits(merge(model, adapter, targets)), logits(theirs), rtol=1e-4, atol=1e-4)
@@ -183,7 +243,7 @@ def test_an_adapter_made_by_peft_gives_the_same_logits_here(name: str, rslora: b
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"peft_type": "LOHA"}, "'LOHA'"),
-        ({"r": 5}, "rank 5, the run has rank 3"),
+        ({"r": 5}, "rank 9, the run has rank 3"),  # that of the fused weights, by rank_pattern
         ({"rank_pattern": {}}, "rank 3, its tensors have rank 9"),
         ({"r": 0}, "r=0"),
         ({"lora_alpha": 1e308}, "not finite"),
@@ -403,8 +463,8 @@ def test_numbers_that_are_not_finite_are_neither_saved_nor_published_nor_loaded(
     targets = [LoraTarget("a", "a", "attn", 33, 17)]
     adapter = create_adapter(targets, LoraConfig(rank=4, seed=1), OptimizerConfig())
     optim.apply(adapter, {})
-    pairs = adapter.weights if where == "weights" else adapter.moments[where]
-    pairs["a"][1][2, 3] = bad
+    tensors = name_factors(adapter.weights) if where == "weights" else adapter.moments[where]
+    tensors["a/B"][2, 3] = bad
     with pytest.raises(CheckpointError, match=f"not saved: its {where} hold numbers that are not finite"):
         checkpoints.save(adapter, targets, str(tmp_path / "run"), base_model="m", weights_only=False)
     assert not list(tmp_path.iterdir())

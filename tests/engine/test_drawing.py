@@ -36,19 +36,40 @@ def test_truncation_keeps_the_likeliest(top_k, top_p, expected):
     assert set(drawn([0.4, 0.3, 0.2, 0.1], numbers, top_k=top_k, top_p=top_p)) == expected
 
 
+def test_rows_are_truncated_each_by_its_own_rule(monkeypatch):
+    """Against each row alone, in parts that hold two rows, with ties, zeros and rows without a rule."""
+    monkeypatch.setattr("lorimer.engine.sampling.drawing._MAX_SORTED", 2 * 40)
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(9, 40, generator=generator).mul_(20).floor_().div_(20).softmax(-1)
+    probabilities[:, 30:] = 0
+    rules = [(1.0, k, p) for k, p in [(3, 1.0), (-1, 0.5), (0, 1.0), (5, 0.7), (100, 1.0), (1, 0.2), (-1, 1e-9)]]
+    rules += [(1.0, 40, 0.999), (1.0, 7, 1.0)]
+    for number in np.linspace(0, 0.9999, 50):
+        found = draw(probabilities.log(), DrawRules.of(rules, torch.device("cpu")), np.full(9, number))
+        for row, (_, top_k, top_p) in enumerate(rules):
+            order = torch.sort(probabilities[row], descending=True, stable=True)
+            kept = order.values[: top_k if top_k > 0 else None].double()
+            size = int((kept.cumsum(0) < top_p * kept.sum()).sum()) + 1
+            cut = torch.zeros(40)
+            cut[order.indices[: min(size, len(kept))]] = order.values[: min(size, len(kept))]
+            alone = draw(cut.log()[None], DrawRules.of([(1.0, -1, 1.0)], torch.device("cpu")), np.array([number]))
+            assert found[row] == alone[0]
+
+
 def test_temperature_zero_takes_the_largest_whatever_the_number():
     assert drawn([0.3, 0.4, 0.3], [0.0, 0.5, 0.99], temperature=0) == [1, 1, 1]
 
 
 def test_scaling_by_temperature():
     logits = torch.tensor([[1.0, 2.0, 4.0]] * 3)
-    scaled = scaled_logprobs(logits.clone(), torch.tensor([1.0, 0.5, 0.0]))
+    scaled = scaled_logprobs(logits.clone(), DrawRules.of([(t, -1, 1.0) for t in (1.0, 0.5, 0.0)], logits.device))
     for row, divisor in enumerate((1.0, 0.5, 1.0)):
         assert torch.allclose(scaled[row], (logits[row] / divisor).log_softmax(-1), atol=1e-6)
 
 
 def test_a_vanishing_temperature_stays_finite_where_it_matters():
-    scaled = scaled_logprobs(torch.tensor([[1.0, 2.0]]), torch.tensor([1e-40]))
+    rules = DrawRules.of([(1e-40, -1, 1.0)], torch.device("cpu"))
+    scaled = scaled_logprobs(torch.tensor([[1.0, 2.0]]), rules)
     assert scaled[0, 1] == 0
 
 

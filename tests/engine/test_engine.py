@@ -29,7 +29,7 @@ from lorimer.engine.messages import (
 from lorimer.errors import CheckpointError, InvalidInput, NotFound, Unsupported
 from lorimer.models.debug import VOCAB_SIZE
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
-from tests.engine.reference import relative_error
+from tests.engine.reference import DEVICE, relative_error
 
 NUMBERS = count()
 
@@ -108,7 +108,7 @@ def test_it_says_what_it_serves(engine):
     info = engine.info
     assert (info.model_name, info.architecture) == ("lorimer/debug", "Qwen3ForCausalLM")
     assert (info.vocab_size, info.max_context, info.token_budget) == (VOCAB_SIZE, 512, 64)
-    assert (info.dtype, info.device, info.eos_token_ids) == ("float32", "cpu", [2])
+    assert (info.dtype, info.device, info.eos_token_ids) == ("float32", DEVICE.type, [2])
     assert {"q_proj", "down_proj", "lm_head"} <= set(info.target_modules)
 
 
@@ -157,9 +157,9 @@ def test_loading_reports_what_it_does(tmp_path):
             "nothing to train",
         ),
         (LoraConfig(), OptimizerConfig(type="dimuon"), Unsupported, "'dimuon' is not supported"),
-        (LoraConfig(), OptimizerConfig(type="sgd"), Unsupported, "'sgd' is not known; known are 'adamw'"),
+        (LoraConfig(), OptimizerConfig(type="rprop"), Unsupported, "'rprop' is not known; known are 'adamw'"),
     ],
-    ids=["rank-0", "rank-513", "nothing", "dimuon", "sgd"],
+    ids=["rank-0", "rank-513", "nothing", "dimuon", "unknown"],
 )
 def test_a_run_that_cannot_be_is_not_created(engine, lora, optimizer, error, message):
     before = engine.status().num_runs

@@ -7,7 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from lorimer.engine.sampling.kv_cache import BLOCK, PrefixStore, PromptCache, Slab
+from lorimer.engine.model.attention import Shape
+from lorimer.engine.sampling.kv_cache import (
+    BLOCK,
+    MIN_SAVED,
+    DecodeAttention,
+    Past,
+    PrefixStore,
+    PromptCache,
+    Slab,
+    find_pasts,
+)
 
 LAYERS, HEADS, SIZE = 3, 2, 4
 
@@ -71,6 +81,94 @@ def test_an_empty_slab_holds_no_memory():
     slab.add(make_prompt(5, 1))
     slab.remove(0)
     assert slab.capacity == 0
+
+
+SHAPES = {
+    "plain": Shape(0.5),
+    "window": Shape(0.5, window=6),
+    "wide-window-softcap": Shape(0.4, window=25, softcap=1.5),
+    "sinks": Shape(0.5, window=14, sinks=torch.linspace(-1, 1, 2 * HEADS)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shared", [(0, 0, 0), (0, 0, 1, None, 1), (None, 2, 0, 1, 0, 2)], ids=str)
+def test_rows_that_read_a_common_past_compute_the_same_as_with_copies(shared, shape):
+    """``shared`` has the prompt of each row; prompt 2 begins as prompt 1 does."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [random_prompt(length, generator) for length in (20, 7, 23)]
+    for mine, other in zip(prompts[2].layers, prompts[1].layers, strict=True):
+        for x, y in zip(mine, other, strict=True):
+            x[:, :7] = y
+    pasts = [Past(prompts[0], 20), Past(prompts[1], 7), Past(prompts[1], 7)]
+    copied, reading = Slab(10_000), Slab(10_000)
+    for number in shared:
+        prompt = random_prompt(5, generator) if number is None else prompts[number]
+        copied.add(prompt)
+        reading.add(prompt, None if number is None else pasts[number])
+    order = torch.randperm(len(shared), generator=generator).tolist()
+    for _ in range(3):
+        q = torch.randn(len(shared), 2 * HEADS, SIZE, generator=generator)
+        k, v = torch.randn(2, len(shared), HEADS, SIZE, generator=generator)
+        outputs = []
+        for slab in (copied, reading):
+            slab.make_room()
+            attention = DecodeAttention(slab, order, torch.device("cpu"))
+            outputs.append([attention.attend_rows(layer, q, k, v, shape) for layer in range(LAYERS)])
+            attention.finish()
+        for a, b in zip(*outputs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for slab in (copied, reading):  # a row that ends takes the last one's past along
+        slab.remove(0)
+    assert reading.pasts[0] == (None if shared[-1] is None else pasts[shared[-1]])
+    assert all(
+        own + (past.length if past else 0) == whole
+        for own, past, whole in zip(reading.lengths, reading.pasts, copied.lengths, strict=True)
+    )
+
+
+def random_prompt(length, generator):
+    cache = PromptCache(length)
+    for layer in range(LAYERS):
+        k, v = torch.randn(2, HEADS, length, SIZE, generator=generator)
+        cache.extend(layer, k, v, 0)
+    cache.length = length
+    return cache
+
+
+def test_pasts_are_shared_where_that_saves_enough():
+    long, short, lone = make_prompt(MIN_SAVED, 1), make_prompt(MIN_SAVED // 4, 2), make_prompt(2 * MIN_SAVED, 3)
+    found = find_pasts([long, long, *[short] * 4, lone], [])
+    assert found == {long: Past(long, MIN_SAVED)}
+    found = find_pasts([long, *[short] * 4], [Past(long, MIN_SAVED), None, Past(short, MIN_SAVED // 4)])
+    assert found == {prompt: Past(prompt, prompt.length) for prompt in (long, short)}
+
+
+def test_prompts_with_a_common_prefix_share_it_with_the_first_that_had_it():
+    first = make_prompt(3 * MIN_SAVED, 1)
+    second = first.copy_prefix(MIN_SAVED, 4 * MIN_SAVED)
+    third = second.copy_prefix(MIN_SAVED, 4 * MIN_SAVED)
+    past = Past(first, MIN_SAVED)
+    assert find_pasts([second, third], []) == {second: past, third: past}
+    assert find_pasts([third], [past]) == {third: past}
+    assert find_pasts([third], []) == {}
+    del first, past
+    assert find_pasts([second, third], []) == {}, "it is kept by rows that read it, not by its copies"
+
+
+def test_pasts_count_once_in_the_limit():
+    slab, prompt = Slab(200), make_prompt(100, 1)
+    past = Past(prompt, 100)
+    for _ in range(6):
+        assert slab.can_add(100, past)
+        slab.add(prompt, past)
+    assert not slab.can_add(100, past)
+    assert not slab.can_add(100, Past(make_prompt(100, 2), 100))
+    slab.lengths = [16] * 6
+    assert not slab.can_step()
+    for row in (5, 4, 3):
+        slab.remove(row)
+    assert slab.can_step()
 
 
 def tokens(*parts):

@@ -8,11 +8,18 @@ import torch
 
 from lorimer.engine.messages import Datum, ForwardBackward
 from lorimer.engine.model.attention import group_sequences
-from lorimer.engine.model.memory import MAX_BUDGET, MIN_BUDGET, activation_bytes_per_token, find_token_budget
+from lorimer.engine.model.memory import (
+    MAX_BUDGET,
+    MAX_DEVICE_BUDGET,
+    MIN_BUDGET,
+    activation_bytes_per_token,
+    choose_token_budget,
+    count_fitting_tokens,
+)
 from lorimer.engine.training.batch import AdapterSlice, Pass
 from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.engine.validation import check_operation
-from tests.engine.reference import make_adapter, open_pair
+from tests.engine.reference import DEVICE, make_adapter, on_device, open_pair, relative_error
 from tests.memory import resident_peak
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 8192}
@@ -31,8 +38,29 @@ def small_model():
 def test_budget_grows_with_memory_between_its_bounds(small_model):
     per_token = activation_bytes_per_token(small_model)
     sizes = [0, 10 * per_token, 500.5 * per_token, 1000.5 * per_token, 2000.5 * per_token, 1e6 * per_token]
-    budgets = [find_token_budget(small_model, int(size)) for size in sizes]
+    fitting = [count_fitting_tokens(small_model, int(size)) for size in sizes]
+    assert fitting == [0, 10, 500, 1000, 2000, 1_000_000]
+    budgets = [choose_token_budget(tokens, "cpu") for tokens in fitting]
     assert budgets == [MIN_BUDGET, MIN_BUDGET, 500, 1000, 2000, MAX_BUDGET]
+    assert choose_token_budget(fitting[-1], "cuda") == MAX_DEVICE_BUDGET
+
+
+def test_a_pass_is_checkpointed_only_if_its_activations_do_not_fit(small_model, monkeypatch):
+    """A sequence longer than the budget keeps its activations where there is memory for them."""
+    passes = []
+    hidden = small_model.hidden
+    monkeypatch.setattr(small_model, "hidden", lambda *args: passes.append(args[2].is_checkpointed) or hidden(*args))
+    datum = Datum(tokens=np.arange(40), loss_fn_inputs={"target_tokens": np.arange(40)})
+    message = ForwardBackward(request_id="r", model_id="m", data=[datum], loss_fn="cross_entropy")
+    operation = check_operation(message, vocab_size=small_model.vocab_size, max_context=512, custom_losses={})
+    gradients = []
+    for fitting in (0, 39, 40):
+        adapter = make_adapter(small_model)
+        Trainer(small_model, 16, fitting).run([TrainItem(operation, adapter)])
+        gradients.append(adapter.grads)
+    assert passes == [True, True, False]
+    for name, pair in gradients[0].items():
+        assert all(relative_error(a, b) < 1e-5 for a, b in zip(pair, gradients[2][name], strict=True))
 
 
 def test_a_deeper_model_takes_more_for_each_token(small_model):
@@ -59,10 +87,12 @@ def test_estimate_is_what_a_longer_pass_keeps(model):
         return tensor
 
     size = sum(lengths)
-    current = Pass([AdapterSlice(0, size, adapter.weights, adapter.scale)], group_sequences(lengths, [0, 700, 1000]))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    current = Pass(
+        [AdapterSlice(0, size, adapter.weights, adapter.scale)], group_sequences(lengths, [0, 700, 1000], DEVICE.handle)
+    )
+    positions = on_device(torch.cat([torch.arange(n) for n in lengths]))
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = model.hidden(torch.arange(size) % model.vocab_size, positions, current)
+        hidden = model.hidden(on_device(torch.arange(size) % model.vocab_size), positions, current)
     assert hidden.requires_grad
     # The estimate holds what is kept twice over.
     assert 1 < activation_bytes_per_token(model) * size / sum(kept.values()) < 4

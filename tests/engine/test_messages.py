@@ -69,6 +69,7 @@ def make(kind, rng):
         bool: lambda: bool(rng.integers(2)),
         bytes: lambda: rng.bytes(rng.integers(0, 6)),
         type(None): lambda: None,
+        msgspec.UnsetType: lambda: msgspec.UNSET,
         np.ndarray: lambda: make_array(rng, rng.choice(DTYPES), SHAPES[rng.integers(len(SHAPES))]),
         typing.Any: lambda: make(list[dict[str, int | str | None]], rng),
     }
@@ -195,7 +196,7 @@ def untyped(value):
     ("command", "where"),
     [
         (OptimStep(request_id=untyped(1), model_id="m"), "$.request_id"),
-        (OptimStep(request_id="r", model_id="m", params={"learning_rate": untyped("fast")}), "$.params"),
+        (OptimStep(request_id="r", model_id="m", params={"learning_rate": untyped(None)}), "$.params"),
         (CreateRun(request_id="r", model_id="m", lora=LoraConfig(rank=untyped(1.5))), "$.lora.rank"),
         (CreateRun(request_id="r", model_id="m", lora=untyped(StateResult())), "$.lora"),
         (SampleRequest(request_id="r", prompt=untyped([1, 2])), "expected ndarray, got list - at `$.prompt"),

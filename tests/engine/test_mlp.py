@@ -6,7 +6,7 @@ from torch import nn
 
 from lorimer.engine.model.mlp import GatedForward, replace_gated_mlps
 from lorimer.engine.training.batch import AdapterSlice, Pass
-from tests.engine.reference import make_adapter, open_pair
+from tests.engine.reference import make_adapter, on_device, open_pair
 
 
 def mlp_of(model):
@@ -18,8 +18,8 @@ def run(model, mlp, forward):
     adapter = make_adapter(model, rank=4)
     grads = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in adapter.weights.items()}
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 12, mlp.gate_proj.in_features, generator=generator).requires_grad_()
-    d_y = torch.randn(1, 12, mlp.down_proj.out_features, generator=generator)
+    x = on_device(torch.randn(1, 12, mlp.gate_proj.in_features, generator=generator)).requires_grad_()
+    d_y = on_device(torch.randn(1, 12, mlp.down_proj.out_features, generator=generator))
     kept = {}
 
     def count(tensor):

@@ -1,6 +1,7 @@
 """Which models are opened, which are refused and why."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from lorimer.engine.model.base_model import (
     load_tokenizer,
     register_implementations,
 )
-from lorimer.engine.model.device import Device
 from lorimer.engine.training.batch import Pass
 from lorimer.errors import ModelRefused
 from lorimer.models.debug import make_debug_model, tiny_config, tiny_model
 from pretrain_tiny import BUNDLED
+from tests.engine.reference import DEVICE, on_device
 
-CPU = Device(torch.device("cpu"), torch.float32, 1 << 30)
 SMALL = {
     "vocab_size": 100,
     "hidden_size": 32,
@@ -78,7 +78,7 @@ def build(model_type, **fields):
 )
 def test_models_that_cannot_be_packed_are_refused_with_the_reason(model_type, fields, reason):
     with pytest.raises(ModelRefused, match=reason):
-        BaseModel(build(model_type, **fields), CPU)
+        BaseModel(build(model_type, **fields), DEVICE)
 
 
 def test_an_attention_function_of_its_own_kind_is_noticed():
@@ -94,7 +94,7 @@ def test_an_attention_function_of_its_own_kind_is_noticed():
 
     model.forward = look_ahead
     with pytest.raises(ModelRefused, match="differ from each computed alone"):
-        BaseModel(model, CPU)
+        BaseModel(model, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_attention_function_of_its_own_kind_is_noticed():
     ],
 )
 def test_what_a_model_does_to_its_logits_is_found(model_type, fields, factor):
-    model = BaseModel(build(model_type, **SMALL, **fields), CPU)
+    model = BaseModel(build(model_type, **SMALL, **fields), DEVICE)
     assert model.logit_map.factor == pytest.approx(factor, rel=1e-4)
 
 
@@ -121,13 +121,13 @@ def test_long_rotary_tables_limit_the_context():
             "original_max_position_embeddings": 64,
         },
     }
-    assert BaseModel(build("phi3", **SMALL | fields, pad_token_id=0), CPU).max_context == 64
+    assert BaseModel(build("phi3", **SMALL | fields, pad_token_id=0), DEVICE).max_context == 64
 
 
 def test_a_directory_opens_in_either_precision(tmp_path):
     make_debug_model(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(tmp_path, Device(torch.device("cpu"), dtype, 1 << 30), "debug")
+        model = load_model(tmp_path, replace(DEVICE, dtype=dtype), "debug")
         assert model.head.weight.dtype == dtype
         assert model.name == "debug"
     assert isinstance(load_tokenizer(tmp_path), type(AutoTokenizer.from_pretrained(tmp_path)))
@@ -135,16 +135,15 @@ def test_a_directory_opens_in_either_precision(tmp_path):
 
 def test_the_bundled_model_opens_in_either_precision():
     """It is pretrained: its log probabilities are large, and bfloat16 rounds them visibly, on both sides."""
-    device = torch.device("cpu")
     wide, narrow = (
-        load_model(BUNDLED, Device(device, dtype, 1 << 30), "tiny") for dtype in (torch.float32, torch.bfloat16)
+        load_model(BUNDLED, replace(DEVICE, dtype=dtype), "tiny") for dtype in (torch.float32, torch.bfloat16)
     )
-    tokens = torch.arange(20) * 3 % wide.vocab_size
+    tokens = on_device(torch.arange(20) * 3 % wide.vocab_size)
     logprobs = []
     with torch.no_grad():
         for model in (wide, narrow):
             groups = group_sequences([len(tokens)], [0])
-            hidden = model.hidden(tokens, torch.arange(len(tokens)), Pass([], groups=groups))
+            hidden = model.hidden(tokens, on_device(torch.arange(len(tokens))), Pass([], groups=groups))
             logprobs.append(model.logit_map.apply_(model.head.multiply(hidden).float()).log_softmax(-1))
     assert (logprobs[0] - logprobs[1]).abs().mean() < 0.1
 
@@ -152,7 +151,7 @@ def test_the_bundled_model_opens_in_either_precision():
 def test_a_directory_that_holds_no_causal_language_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ModelRefused, match="causal language model"):
-        load_model(tmp_path, CPU, "picture")
+        load_model(tmp_path, DEVICE, "picture")
 
 
 def test_every_token_that_ends_a_sequence_is_collected(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten
+from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten, name_factors
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.training.optim import apply, check_optimizer
@@ -37,8 +37,8 @@ def add_gradient(adapter: Adapter, seed: int, size: float = 1.0) -> None:
 
 def state(adapter: Adapter) -> list[torch.Tensor]:
     """Weights and moments, copied."""
-    pairs = [adapter.weights, *adapter.moments.values()]
-    return [tensor.clone() for each in pairs for tensor in flatten(each)]
+    kinds = [name_factors(adapter.weights), *adapter.moments.values()]
+    return [tensor.clone() for tensors in kinds for tensor in tensors.values()]
 
 
 def test_twenty_steps_equal_torch() -> None:
@@ -81,8 +81,8 @@ def test_twenty_steps_equal_torch() -> None:
         assert adapter.grads is None
     for mine, theirs in zip(flatten(adapter.weights), parameters, strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-6)
-    for name, pairs in adapter.moments.items():
-        for mine, parameter in zip(flatten(pairs), parameters, strict=True):
+    for name, tensors in adapter.moments.items():
+        for mine, parameter in zip(tensors.values(), parameters, strict=True):
             torch.testing.assert_close(mine, torch_adamw.state[parameter][name], rtol=1e-6, atol=1e-6)
 
 
@@ -215,6 +215,8 @@ def test_no_gradient_is_a_zero_gradient() -> None:
     ("params", "message"),
     [
         ({"learning_rate": -1.0}, "learning_rate is -1.0, but must be a finite number of at least 0"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast', but must be a finite number of at least 0"),
+        ({"learning_rate": True}, "learning_rate is True, but must be a finite number of at least 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan"),
         ({"beta1": 1.0}, "beta1 is 1.0, but must be at least 0 and below 1"),
         ({"beta2": -0.1}, "beta2 is -0.1"),
@@ -243,7 +245,7 @@ def test_bad_parameters_are_named_and_nothing_happens(params: dict[str, Any], me
     ("config", "message"),
     [
         (OptimizerConfig(type="dimuon", version=1), "'dimuon' is not supported: its update formula is not published"),
-        (OptimizerConfig(type="lion"), "'lion' is not known; known are 'adamw'"),
+        (OptimizerConfig(type="rprop"), "'rprop' is not known; known are 'adamw', 'adam', 'sgd'"),
         (OptimizerConfig(version=2), "'adamw' has no versions"),
     ],
     ids=["dimuon", "unknown", "version"],

@@ -287,6 +287,55 @@ def test_a_prompt_is_computed_once_for_all_its_samples_and_for_equal_prompts(lla
     assert sampler.num_prefilled == 30
 
 
+@pytest.mark.parametrize("memory_bytes", [1 << 26, 1 << 18], ids=["ample", "tight"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "phi3"])
+def test_samples_that_read_one_prompt_are_those_of_samples_with_copies(architecture, memory_bytes, monkeypatch):
+    """Samples of one prompt, prompts with a common prefix, and others, of two samplers and the base."""
+    model, _ = open_pair(architecture)
+    adapters = {name: snapshot(make_adapter(model, seed=i)) for i, name in enumerate("ab")}
+    common = prompt_of(40)
+    requests = [
+        request("many", common, num_samples=6, max_tokens=20),
+        request("adapted", common, "a", num_samples=4, max_tokens=12, temperature=0.8),
+        *(request(f"tail{i}", [*common, *prompt_of(3 + i, i)], "a", seed=i) for i in range(4)),
+        *(request(f"other{i}", prompt_of(10 + i, 50 + i), "b", seed=i) for i in range(3)),
+        request("again", common, "a", num_samples=2, max_tokens=30, seed=9),
+    ]
+    found = []
+    for min_saved in (16, 1 << 30):
+        monkeypatch.setattr("lorimer.engine.sampling.kv_cache.MIN_SAVED", min_saved)
+        sampler = make_sampler(model, memory_bytes, max_rows=12)
+        finish(sampler, request("first", common, "a"), adapters=adapters)  # stored, so that others begin with it
+        most = 0
+        for message in requests:
+            sampler.add(message, adapters.get(message.sampler_id))
+        results = {}
+        while not sampler.is_idle:
+            results |= {reply.request_id: reply.result for reply in sampler.step() if isinstance(reply, Done)}
+            most = max(most, len([past for past in sampler._slab.pasts if past is not None]))
+        assert (most > 0) == (min_saved == 16)
+        found.append(results)
+    for name, expected in found[1].items():
+        for ours, theirs in zip(found[0][name].sequences, expected.sequences, strict=True):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=2e-5)
+
+
+def test_memory_of_many_samples_is_one_prompt_and_what_each_has_sampled():
+    model, _ = open_pair("llama", max_position_embeddings=2048)
+    sampler = make_sampler(model)
+    sampler.add(request("r", prompt_of(1024), num_samples=64, max_tokens=70), None)
+    most = {}
+    while not sampler.is_idle:
+        sampler.step()
+        if sampler._slab.num_rows:
+            (past,) = set(sampler._slab.pasts)
+            most[max(sampler._slab.lengths)] = past.prompt.memory_bytes + sampler._slab.memory_bytes
+    for sampled, memory_bytes in most.items():
+        if sampled >= 60:
+            assert memory_bytes <= 1.3 * (1024 + 64 * sampled) * model.position_bytes
+
+
 def test_long_prompts_are_computed_in_pieces(llama, monkeypatch):
     monkeypatch.setattr("lorimer.engine.sampling.sampler.PREFILL_TOKENS", 16)
     prompts = [prompt_of(50, 1), prompt_of(5, 2), prompt_of(33, 3)]

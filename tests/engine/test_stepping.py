@@ -8,7 +8,7 @@ from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.training.batch import AdapterSlice, Pass
 from lorimer.models.debug import ARCHITECTURES
-from tests.engine.reference import make_adapter, open_pair
+from tests.engine.reference import make_adapter, on_device, open_pair
 
 KEEPS_ITS_OWN = {"gpt_oss"}
 
@@ -22,14 +22,14 @@ def decode(model, adapter, num_rows):
         cache = PromptCache(length)
         prefill = PrefillAttention([PrefillSpan(0, length, cache)])
         tokens = torch.randint(model.vocab_size, (length,), generator=generator)
-        model.hidden(tokens, torch.arange(length), Pass([], cache=prefill))
+        model.hidden(on_device(tokens), on_device(torch.arange(length)), Pass([], cache=prefill))
         prefill.finish()
         slab.add(cache)
-    order = torch.arange(num_rows).flip(0)
+    order = list(reversed(range(num_rows)))
     slices = [AdapterSlice(num_rows - num_rows // 3, num_rows, adapter.weights, adapter.scale)]
     tokens = torch.randint(model.vocab_size, (num_rows,), generator=generator)
-    current = Pass(slices, cache=DecodeAttention(slab, order))
-    return model.hidden(tokens, torch.tensor(lengths)[order], current)
+    current = Pass(slices, cache=DecodeAttention(slab, order, model.device.handle))
+    return model.hidden(on_device(tokens), on_device(torch.tensor(lengths)[order]), current)
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, 70])
@@ -50,7 +50,7 @@ def test_a_layer_that_does_something_else_keeps_its_forward():
     first, second = model.steps
     own = first._forward
     first._forward = lambda x, **kwargs: own(x, **kwargs) + 0.01 * x * kwargs["position_ids"].unsqueeze(-1) / 256
-    model._probe_steps(torch.arange(11))
+    model._probe_steps(on_device(torch.arange(11)))
     assert not first.is_used
     assert second.is_used
 

@@ -1,15 +1,20 @@
 """Packed training against plain transformers with PEFT, padded by nothing, one sequence at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from msgspec import UNSET
 
 from lorimer.engine.model.base_model import BaseModel, register_implementations
-from lorimer.engine.model.device import Device
+from lorimer.engine.training import optim
 from lorimer.engine.training.custom_loss import CustomLoss
+from lorimer.engine.training.optimizers import OPTIMIZERS
 from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.models.debug import tiny_model
 from tests.engine.reference import (
     DENSE,
+    DEVICE,
     MOE,
     checked,
     make_adapter,
@@ -55,6 +60,38 @@ def test_loss_logprobs_and_gradients_equal_the_reference(architecture, loss_fn):
     for ours, theirs in zip(result.logprobs, logprobs, strict=True):
         assert abs(ours - theirs).max() < 1e-4
     assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen3_moe"])
+def test_rslora_equals_the_reference_beside_a_plain_adapter(architecture):
+    model, plain = open_pair(architecture)
+    adapters = [make_adapter(model, seed=seed, use_rslora=kind) for seed, kind in ((0, True), (1, UNSET))]
+    assert (adapters[0].scale, adapters[1].scale) == (32 / 2, 32 / 4)
+    data = [make_datum("cross_entropy", n, seed, model.vocab_size) for seed, n in enumerate(LENGTHS)]
+    items = [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter) for adapter in adapters]
+    for result, adapter in zip(run(model, items), adapters, strict=True):
+        loss, logprobs, gradients = run_reference(
+            reference_of(plain, model, adapter, architecture), data, "cross_entropy"
+        )
+        assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+        for ours, theirs in zip(result.logprobs, logprobs, strict=True):
+            assert abs(ours - theirs).max() < 1e-4
+        assert_same_gradients(adapter.grads, gradients, 1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zeros_that_fill_a_pair_of_a_lower_rank_stay_zeros(name):
+    """A pair that PEFT gave a lower rank than the others is trained as if it had that rank."""
+    model, _ = open_pair("llama")
+    adapter = make_adapter(model, optimizer=name)
+    filled = adapter.weights[model.targets[0].name]
+    filled[0][2:], filled[1][:, 2:] = 0.0, 0.0
+    data = [make_datum("cross_entropy", n, seed, model.vocab_size) for seed, n in enumerate(LENGTHS)]
+    for _ in range(3):
+        run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
+        assert optim.apply(adapter, {"learning_rate": 0.01})["skipped"] == 0.0
+    assert not filled[0][2:].any() and not filled[1][:, 2:].any()
+    assert filled[0][:2].all() and filled[1][:, :2].all()
 
 
 @pytest.mark.parametrize("num_targets", [1, 3], ids=["K=1", "K=3"])
@@ -137,6 +174,19 @@ def test_every_run_of_a_mixed_batch_gets_what_it_gets_alone():
     for result, work, (expected, gradients) in zip(run(model, batch), batch, alone, strict=True):
         assert result.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
         assert_same_gradients(work.adapter.grads, gradients, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "phi3", "qwen3_moe"])
+def test_grouped_products_of_many_adapters_give_the_same(architecture):
+    model, _ = open_pair(architecture)
+    found = []
+    for is_used in (False, True):
+        model.grouping.is_used = is_used
+        batch = eight_runs(model)
+        found.append((run(model, batch, budget=512), batch))
+    for ours, theirs, one, other in zip(*found[1], *found[0], strict=True):
+        assert ours.metrics == pytest.approx(one.metrics, rel=1e-5, abs=1e-6)
+        assert_same_gradients(theirs.adapter.grads, other.adapter.grads, 1e-5)
 
 
 def test_recomputing_activations_changes_nothing():
@@ -252,7 +302,7 @@ def test_a_bfloat16_base_trains_float32_adapters_close_to_float32(architecture):
     gradients, losses = [], []
     for dtype in (torch.float32, torch.bfloat16):
         register_implementations()
-        model = BaseModel(tiny_model(architecture).to(dtype), Device(torch.device("cpu"), dtype, 1 << 30))
+        model = BaseModel(tiny_model(architecture).to(dtype), replace(DEVICE, dtype=dtype))
         adapter = make_adapter(model)
         (result,) = run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
         assert all(f.dtype == torch.float32 for pair in adapter.grads.values() for f in pair)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from lorimer.models.export.export import export_merged
 from tests.engine.debug_vision import VISION_ARCHITECTURES, tiny_vision_config
 from tests.engine.operations import make_operation, make_sample, settings
 from tests.engine.pictures import broken_files, png
-from tests.engine.reference import CPU, relative_error
+from tests.engine.reference import DEVICE, relative_error
 from tests.engine.seeing import (
     RUN,
     Mixed,
@@ -132,6 +133,28 @@ def test_operations_with_and_without_images_share_a_batch(qwen, qwen_engine):
     together = train(qwen_engine, seeing, blind)
     for alone, result in zip((seeing, blind), together, strict=True):
         np.testing.assert_allclose(train(qwen_engine, alone)[0].logprobs[0], result.logprobs[0], atol=2e-5)
+
+
+def test_datums_share_what_comes_before_an_image_and_equal_images(directory, engine):
+    """Training of datums that begin alike, up to an image, through one and after it, equals training of each alone."""
+    parts = (20, "0", 18), (20, "0", 25), (20, "4", 18), (20, "0"), (29,), (20, "0", 3, "1", 4)
+    data = [Mixed(*some, seed=3).datum(directory, seed=i) for i, some in enumerate(parts)]
+    adapter, trainer, found = engine._run(RUN), engine.trainer, []
+    for min_shared in (8, sys.maxsize):
+        adapter.clear_gradient()
+        before, trainer.min_shared = trainer.min_shared, min_shared
+        operation = ForwardBackward(request_id="f", model_id=RUN, data=data, loss_fn="cross_entropy")
+        (result,) = engine.train([operation])
+        trainer.min_shared = before
+        found.append((result, adapter.grads))
+    adapter.clear_gradient()
+    (shared, gradients), (alone, expected) = found
+    assert shared.metrics["tokens_computed:sum"] < 0.8 * alone.metrics["tokens_computed:sum"]
+    for ours, theirs in zip(shared.logprobs, alone.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for name, pair in expected.items():
+        for ours, theirs in zip(gradients[name], pair, strict=True):
+            assert relative_error(ours, theirs) < 1e-5, name
 
 
 def test_what_is_in_the_picture_matters(directory, engine):
@@ -343,7 +366,7 @@ def test_without_an_image_processor_a_model_reads_text(tmp_path):
 )
 def test_other_families_and_towers_are_named(family, fields, reason, tmp_path):
     config = AutoConfig.for_model(family, **fields)
-    assert open_vision(SimpleNamespace(config=config), tmp_path, CPU, 1).startswith(reason)
+    assert open_vision(SimpleNamespace(config=config), tmp_path, DEVICE, 1).startswith(reason)
 
 
 def test_models_open_in_the_small_precision(directory):

@@ -259,12 +259,12 @@ def plant(patch, engine, place):
     wanted: dict[str, tuple[Any, Callable[..., bool]]] = {
         "find": (PrefixStore, lambda self, salt, weights, tokens, most: is_bad(tokens)),
         "put": (PrefixStore, lambda self, salt, weights, tokens, cache: is_bad(tokens)),
-        "shared pass": (engine.model, lambda tokens, *_: is_bad(tokens.numpy())),
+        "shared pass": (engine.model, lambda tokens, *_: is_bad(tokens.cpu().numpy())),
         "result": (sampler, lambda request: request.message.request_id == "bad"),
         "progress": (sampler, lambda sequence: sequence.request.message.request_id == "bad"),
         "add": (PromptScores, lambda self, *_: is_bad(self._message.prompt)),
         "advance": (Constraint, lambda self, token: True),
-        "mask_": (Constraint, lambda self, logits: True),
+        "allowed": (Constraint, lambda self, vocab_size: True),
     }
     owner, is_it = wanted[place]
     name = "hidden" if place == "shared pass" else place
@@ -278,12 +278,12 @@ def plant(patch, engine, place):
     patch.setattr(owner, name, planted)
 
 
-@pytest.mark.parametrize("place", ["find", "put", "shared pass", "result", "progress", "add", "advance", "mask_"])
+@pytest.mark.parametrize("place", ["find", "put", "shared pass", "result", "progress", "add", "advance", "allowed"])
 def test_an_error_in_the_work_for_one_request_fails_that_request_alone(client, engine, monkeypatch, capfd, place):
     good = [make_sample(f"good-{i}", prompt_seed=i, max_tokens=40, num_samples=2) for i in range(3)]
     alone = [client.ask(request).result.sequences for request in good]
     options = {"stream": place == "progress", "prompt_logprobs": place == "add"}
-    grammar = "start: /[a-z]*/" if place in ("advance", "mask_") else ""
+    grammar = "start: /[a-z]*/" if place in ("advance", "allowed") else ""
     bad = make_sample("bad", num_samples=3, prompt_seed=100 + next(NUMBERS), grammar=grammar, **options)
     bad.prompt[:9] = 7
     with monkeypatch.context() as patch:

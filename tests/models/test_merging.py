@@ -27,6 +27,8 @@ CASES = {
     "biases": ("qwen2", {"tie_word_embeddings": False}, {}),
     "fused": ("phi3", {}, {}),
     "fused, mlp only": ("phi3", {}, {"train_attn": False, "train_unembed": False}),
+    "fused, rsLoRA": ("phi3", {}, {"use_rslora": True}),
+    "experts, rsLoRA": ("qwen3_moe", {}, {"use_rslora": True}),
     "soft-capped and tied": ("gemma2", {}, {}),
     "experts stored one by one": ("qwen3_moe", {}, {}),
     "experts under other names": ("mixtral", {}, {}),

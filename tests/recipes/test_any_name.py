@@ -103,6 +103,6 @@ def test_rl_without_a_signal_is_told(odd_url, run_recipe, tmp_path):
         r"different rewards \((all rewards are \S+|rewards differ only between groups)\)\. Look at ", printed
     )
     assert "the grader and the form of answers that it accepts" in printed
-    assert f"The answers are in {tmp_path / 'log' / 'rollouts.jsonl'}." in printed
+    assert "The answers are in rollouts.jsonl of the log directory." in printed
     sizes = {"steps": 3, "batch_size": 2, "group_size": 1, "num_questions": 2, "log_dir": tmp_path / "ones"}
     assert "the size of the groups, which must be at least 2" in run_recipe("arithmetic_rl", **sizes, **common)

@@ -223,7 +223,9 @@ async def test_a_load_that_cannot_be_secured_did_not_happen(s, tmp_path):
     s.directory.snapshots.rename(tmp_path / "away")
     s.directory.snapshots.write_bytes(b"no directory can be made in a file")
     weights = await s.weights(run, "first")
-    load = await s.scheduler.load_weights(user, fresh, 2, path="p", weights=weights, optimizer=False)
+    load = await s.scheduler.load_weights(
+        user, fresh, 2, path="tinker://r:train:0/weights/p", weights=weights, optimizer=False
+    )
     assert (await s.outcome(load)).state == "failed"
     s.directory.snapshots.unlink()
     (tmp_path / "away").rename(s.directory.snapshots)

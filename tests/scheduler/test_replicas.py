@@ -106,7 +106,7 @@ async def test_samples_go_where_their_weights_are_and_a_retry_is_not_computed_tw
         sampler = await opened.base_sampler(user, session)
         for seq_id in range(6):
             await opened.done(await opened.sample(user, sampler, seq_id, seed=1))
-        sampled = [driver.core.sampling.sampled.total for driver in opened.scheduler.owner.drivers.values()]
+        sampled = [opened.scheduler.owner.drivers[name].core.sampling.sampled.total for name in (LEFT, RIGHT)]
         assert sorted(sampled) == [0, 30]
         # The owner of a waiting sample keeps it, although the retry is sent to another replica.
         busy = opened.scheduler.owner.drivers[LEFT if sampled[0] else RIGHT]
@@ -126,8 +126,8 @@ async def test_a_restart_with_fewer_replicas_takes_up_everything(tmp_path):
     opened = await Service.open(tmp_path / "data", num_replicas=2)
     user, session = await opened.session()
     left, right = await on_each(opened, user, session)
-    for driver in opened.scheduler.owner.drivers.values():
-        os.kill(driver.slot.pid, signal.SIGSTOP)
+    for name in (LEFT, RIGHT):
+        os.kill(opened.scheduler.owner.drivers[name].slot.pid, signal.SIGSTOP)
     waiting = [await opened.train(user, run, 1) for run in (left, right)]
     sampler = await opened.base_sampler(user, session)
     waiting.append(await opened.sample(user, sampler, 0, seed=1))

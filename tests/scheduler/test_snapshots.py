@@ -91,9 +91,15 @@ async def restarted(tmp_path_factory) -> AsyncIterator[Restarted]:
     weights = await s.weights(await s.run(f"{session.session_id}:train:0"), "end")
     loading = await s.create(user, session, 11, seed=9)
     await train(s, user, loading, 1, 2)
-    await s.done(await s.scheduler.load_weights(user, loading, 3, path="p", weights=weights, optimizer=True))
+    await s.done(
+        await s.scheduler.load_weights(
+            user, loading, 3, path="tinker://r:train:0/weights/p", weights=weights, optimizer=True
+        )
+    )
     runs["loaded"] = await s.run(loading.model_id)
-    request = types.LoadWeightsRequest(session_id=session.session_id, model_seq_id=12, path="p", optimizer=True)
+    request = types.LoadWeightsRequest(
+        session_id=session.session_id, model_seq_id=12, path="tinker://r:train:0/weights/p", optimizer=True
+    )
     made = await s.scheduler.create_from_weights(user, session, request, weights)
     await s.done(made)
     runs["made of weights"] = await s.run(made.model_id)

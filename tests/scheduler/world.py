@@ -20,6 +20,7 @@ from lorimer.scheduler.core import Core
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.runs import Operation, operation_of
 from lorimer.scheduler.samples import Sample
+from lorimer.store.runs import RunValues
 
 LIMITS = SchedulerLimits(max_loaded_runs=2, gap_seconds=60.0, snapshot_seconds=0.5, max_engine_deaths=10**6)
 INFO = messages.ModelInfo(
@@ -93,7 +94,7 @@ class World:
             request_id, tenant.user_id, session_id, "m", f"{session_id}:models", 0, "create_model",
             payload=payloads.encode_payload(payloads.CreateModel()),
         )  # fmt: skip
-        values = journal.RunValues("m", 4, 0, True, True, True, {}, "adamw")
+        values = RunValues("m", 4, 0, True, True, True, {}, "adamw")
         self.post(events.CreateSubmitted(journal.AcceptRun(creation, None, values, 10)))
 
     def _choose_kind(self, tenant: Tenant) -> str:

@@ -166,6 +166,43 @@ def test_a_request_has_one_host(server, hosts):
         assert statuses(connection.recv(65536)) == [421]
 
 
+ELSEWHERE = b"GET http://evil.test/api/v1/healthz HTTP/1.1\r\n"
+MISDIRECTED = {
+    "the same host": ELSEWHERE + b"Host: evil.test\r\n",
+    "no host": ELSEWHERE,
+    "no host in HTTP/1.0": ELSEWHERE.replace(b"/1.1", b"/1.0"),
+    "user and host": ELSEWHERE.replace(b"evil.test", b"localhost@evil.test"),
+    "own target, foreign host": ELSEWHERE.replace(b"evil.test", b"localhost") + b"Host: evil.test\r\n",
+}
+
+
+@pytest.mark.parametrize("head", MISDIRECTED.values(), ids=MISDIRECTED)
+def test_a_target_of_another_host_is_refused(server, head):
+    with server.connect() as connection:
+        connection.sendall(head + b"\r\n")
+        answer = connection.recv(65536)
+    assert b" 421 " in answer.partition(b"\r\n")[0] and b"bad_host" in answer, answer
+
+
+@pytest.mark.parametrize("target", [b"CONNECT evil.test:80", b"OPTIONS *", b"GET evil.test/api/v1/healthz"])
+def test_a_target_without_a_path_is_refused(server, target):
+    with server.connect() as connection:
+        connection.sendall(target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert statuses(connection.recv(65536)) == [400]
+
+
+def test_the_name_in_a_target_beside_an_own_host_has_no_effect(server):
+    """The HTTP server passes on its path only, so that it cannot be refused; nothing else depends on the name."""
+    answers = []
+    for head in (HEALTH, ELSEWHERE):
+        with server.connect() as connection:
+            connection.sendall(head + HOST + b"Connection: close\r\n\r\n")
+            answers.append(whole_answer(connection))
+    own, other = ([line for line in answer.split(b"\r\n") if b"x-request-id" not in line] for answer in answers)
+    assert statuses(answers[1]) == [200]
+    assert [line for line in own if b"date:" not in line] == [line for line in other if b"date:" not in line]
+
+
 BROKEN_CHUNKS = {
     "signed size": b"-1\r\nabc\r\n",
     "large size": b"F" * 17 + b"\r\nabc\r\n",

@@ -3,9 +3,10 @@
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import update
 
 from lorimer.scheduler.recovery import place_lost
-from lorimer.store import audit, futures, moves, runs
+from lorimer.store import audit, futures, moves, runs, tables
 from lorimer.store.users import ensure_user
 from lorimer.store.values import utc_now
 
@@ -79,3 +80,14 @@ def test_sampler_replicas_get_nothing_of_a_lost_replica(store, run, submit):
     sampler = "lorimer/tiny#sampler-0"
     assert store.write_now(place_lost, {"lorimer/tiny": [sampler]}, 1) == {}
     assert list(store.write_now(place_lost, {"lorimer/tiny": [sampler, RIGHT]}, 1)) == [RIGHT]
+
+
+def test_full_runs_and_adapters_get_replicas_of_their_own_kind(store, run, submit):
+    store.write_now(moves.place, run.model_id, LEFT)
+    submit(1, LEFT)
+    full = "lorimer/tiny#full-0"
+    assert store.write_now(place_lost, {"lorimer/tiny": [full]}, 1) == {}
+    assert list(store.write_now(place_lost, {"lorimer/tiny": [full, RIGHT]}, 1)) == [RIGHT]
+    store.write_now(lambda c: c.execute(update(tables.runs).values(method="full")))
+    assert store.write_now(place_lost, {"lorimer/tiny": [LEFT]}, 1) == {}
+    assert list(store.write_now(place_lost, {"lorimer/tiny": [LEFT, full]}, 1)) == [full]

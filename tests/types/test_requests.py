@@ -1,5 +1,6 @@
 """Requests in JSON: those of old and new releases, and what is refused."""
 
+import json
 import math
 from datetime import UTC, datetime
 
@@ -12,6 +13,7 @@ from lorimer import types as ours
 from lorimer.errors import InvalidInput
 from lorimer.types import explain, validate
 from lorimer.types.base import Request
+from lorimer.types.optim import OPTIMIZERS, make_params
 
 # What releases up to 0.16 send: no ``type``, no defaults, and null where the program passed None.
 OLD = {
@@ -286,7 +288,13 @@ OPTIMISERS = {
     "adam without type": ({"adam_params": {}}, ours.AdamParams()),
     "adam with type": ({"optimizer_params": {"type": "adamw", "eps": 0.5}}, ours.AdamParams(eps=0.5)),
     "the program's name": ({"optim_params": {"beta1": 0.5}}, ours.AdamParams(beta1=0.5)),
-    "null beside it": ({"adam_params": None, "optimizer_params": {"type": "sgd", "momentum": 0.5}}, None),
+    "adam with multipliers": (
+        {"optimizer_params": {"type": "adamw", "lr_multipliers": {"lora_B": 16}}},
+        ours.AdamWParams(lr_multipliers={"lora_B": 16}),
+    ),
+    "sgd": ({"optimizer_params": {"type": "sgd", "nesterov": True}}, ours.SgdParams(nesterov=True)),
+    "muon": ({"optimizer_params": {"type": "muon", "ns_steps": 6}}, ours.MuonParams(ns_steps=6)),
+    "null beside it": ({"adam_params": None, "optimizer_params": {"type": "unknown", "momentum": 0.5}}, None),
     "dimuon": ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, ours.DimuonParams(learning_rate=1)),
 }
 
@@ -295,9 +303,20 @@ OPTIMISERS = {
 def test_parameters_of_a_step_are_read_under_every_name(values, params):
     request = validate(ours.OptimStepRequest, {"model_id": "m", "seq_id": 1} | values)
     if params is None:
-        assert request.model_dump(mode="json")["optimizer_params"] == {"type": "sgd", "momentum": 0.5}
+        assert request.model_dump(mode="json")["optimizer_params"] == {"type": "unknown", "momentum": 0.5}
     else:
         assert request.optim_params == params
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_of_every_family_survive_the_wire_and_have_no_other_fields(kind):
+    params = make_params(kind, learning_rate=0.5, grad_clip_norm=1.0, lr_multipliers={"attn": 2.0})
+    written = ours.OptimStepRequest(optim_params=params, model_id="m", seq_id=1).model_dump(mode="json")
+    assert written["optimizer_params"]["type"] == kind
+    assert validate(ours.OptimStepRequest, json.loads(json.dumps(written))).optim_params == params
+    written["optimizer_params"]["amsgrad"] = True
+    with pytest.raises(InvalidInput, match="amsgrad"):
+        validate(ours.OptimStepRequest, written)
 
 
 def test_responses_ignore_what_they_do_not_know():

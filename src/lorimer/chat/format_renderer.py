@@ -2,7 +2,7 @@
 
 The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` uses the
 chat template of a tokenizer instead and encodes a conversation as one text, so tokens may differ where pieces meet. The
-formats themselves are in ``formats.py`` and ``qwen35.py``.
+formats themselves are in ``formats.py``, ``qwen35.py``, ``nemotron.py`` and ``deepseek.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -88,7 +88,8 @@ class FormatRenderer(ABC):
         for message, place in _places(messages):
             written = self.write(message, place)
             tokens += written.header + written.output
-        return tokens + self._prompt_header(role, Place(len(messages), True, _last_user(messages)))
+        follows_tool = bool(messages) and messages[-1]["role"] == "tool"
+        return tokens + self._prompt_header(role, Place(len(messages), True, _last_user(messages), follows_tool))
 
     def _prompt_header(self, role: str, place: Place) -> list[int]:
         return self.write({"role": role, "content": ""}, place).header
@@ -264,6 +265,13 @@ def _with_thoughts_in_parts(message: Message) -> Message:
     if has_images(message):
         raise Unsupported("this renderer has no form for images; 'template' has one where the model reads them")
     return {**message, "content": content}
+
+
+def has_thought(content: Content) -> bool:
+    """Return whether content has thinking, as a part or as a block within a text, closed or not."""
+    if isinstance(content, str):
+        return "<think>" in content
+    return any(part["type"] == "thinking" for part in content)
 
 
 def only_text(message: Message) -> str:

@@ -1,4 +1,4 @@
-"""Hard-coded chat formats of the official cookbook: plain dialogue, Llama 3 and Qwen3."""
+"""Hard-coded chat formats of the official cookbook: plain dialogue, Llama 3, Qwen3 and Qwen3-VL."""
 
 import json
 import re
@@ -164,6 +164,26 @@ class Qwen3Renderer(FormatRenderer):
         return message, termination
 
 
+class Qwen3VLRenderer(Qwen3Renderer):
+    """Qwen3-VL without images: earlier answers lose their thinking, and no block is added to any answer."""
+
+    def __init__(self, tokenizer: Any, *, thinking: Thinking = "on") -> None:
+        super().__init__(tokenizer, thinking=thinking)
+        self.has_extension_property = False
+
+    def write(self, message: Message, place: Place) -> Written:
+        content, is_assistant = message["content"], message["role"] == "assistant"
+        if isinstance(content, str):
+            text = content
+        else:
+            text = _joined(content, keeps_thoughts=place.is_last or not is_assistant, has_block=False)
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+        if "tool_calls" in message:
+            text += "\n" + "\n".join(map(_written_call, message["tool_calls"]))
+        return Written(header=self._encode(header(message["role"], place)), output=self._encode(text + "<|im_end|>"))
+
+
 def header(role: str, place: Place) -> str:
     return begin("user" if role == "tool" else role, place)
 
@@ -205,6 +225,13 @@ def name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(call, Mapping):
         call = make_tool_call(call.function.name, json.loads(call.function.arguments))
     return call["function"]["name"], call_arguments(call)
+
+
+def name_and_text(call: Any) -> tuple[str, str]:
+    """Return name and arguments of a call, the arguments as JSON text, unchanged if they are text already."""
+    function = call["function"] if isinstance(call, Mapping) else vars(call.function)
+    arguments = function["arguments"]
+    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _written_call(call: Any) -> str:

@@ -1,6 +1,7 @@
-"""The chat format of Qwen3.5 and Qwen3.6 without images: Qwen3's markers, trimmed texts, and calls as XML tags.
+"""The chat formats of Qwen3.5, Qwen3.6 and Qwen3.8 without images: Qwen3's markers, and calls as XML tags.
 
-Every prompt opens a block of thinking, and also closes it if thinking is disabled.
+Every prompt opens a block of thinking, and also closes it if thinking is disabled. Nemotron's format
+(``nemotron.py``) is a variant of it.
 """
 
 import json
@@ -14,12 +15,13 @@ from lorimer.chat.conversation import (
     Message,
     Termination,
     ToolCall,
+    ToolSpec,
     UnparsedToolCall,
     add_calls,
     make_tool_call,
     text_of,
 )
-from lorimer.chat.format_renderer import Place, Written
+from lorimer.chat.format_renderer import Place, Written, has_thought
 from lorimer.chat.formats import (
     Qwen3Renderer,
     begin,
@@ -71,6 +73,9 @@ PARAMETER = re.compile(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", re.DOTAL
 class Qwen35Renderer(Qwen3Renderer):
     """With ``keeps_thoughts``, earlier answers keep their thinking, which Qwen3.5 removes by default."""
 
+    NEXT_RESPONSE, AFTER_RESPONSE = "\n", ""
+    """Text between the responses of several tools, and after each."""
+
     def __init__(self, tokenizer: Any, *, is_told_not_to_think: bool = False, keeps_thoughts: bool = False) -> None:
         super().__init__(tokenizer)
         self._token("</think>")
@@ -78,19 +83,60 @@ class Qwen35Renderer(Qwen3Renderer):
         self._keeps_thoughts = keeps_thoughts
 
     def write(self, message: Message, place: Place) -> Written:
-        message = {**message, "content": _trimmed(message["content"])}
+        message = {**message, "content": self._trimmed(message["content"])}
         is_tool, is_assistant = message["role"] == "tool", message["role"] == "assistant"
-        head = "\n" if is_tool and place.follows_tool else header(message["role"], place)
-        if is_assistant and place.position > place.last_user and not _has_thought(message["content"]):
-            head += EMPTY
-        text = _joined(message["content"], self._keeps_thoughts or place.is_last or not is_assistant)
+        head = self.NEXT_RESPONSE if is_tool and place.follows_tool else header(message["role"], place)
+        if is_assistant:
+            head += self._empty_block(message, place)
+        text = self._joined(message["content"], not is_assistant or self._keeps_thoughts_at(place))
         if is_tool:
-            text = f"<tool_response>\n{text}\n</tool_response>"
+            text = f"<tool_response>\n{text}\n</tool_response>{self.AFTER_RESPONSE}"
         if "tool_calls" in message:
-            text += ("\n\n" if text_of(message).strip() else "") + "\n".join(map(_written_call, message["tool_calls"]))
+            text += self._written_calls(message)
         if not (is_tool and place.precedes_tool):
             text += "<|im_end|>"
         return self._split_at_prompt(head, text, place, is_sampled=is_assistant and place.is_last)
+
+    def _trimmed(self, content: Content) -> Content:
+        """Strip leading and trailing space of the content; leave thinking unchanged."""
+        return _trimmed(content)
+
+    def _keeps_thoughts_at(self, place: Place) -> bool:
+        return self._keeps_thoughts or place.is_last
+
+    def _empty_block(self, message: Message, place: Place) -> str:
+        """Return the block before an answer without thinking: only after the last message of a user."""
+        return EMPTY if place.position > place.last_user and not has_thought(message["content"]) else ""
+
+    def _block(self, thought: str) -> str:
+        return f"<think>\n{thought}\n</think>\n\n"
+
+    def _joined(self, content: Content, keeps_thoughts: bool) -> str:
+        if isinstance(content, str):
+            return content
+        text = ""
+        for part in content:
+            if part["type"] == "text":
+                text += part["text"]
+            elif part["type"] == "thinking":
+                text += self._block(part["thinking"]) if keeps_thoughts else ""
+            else:
+                raise unknown_part(part)
+        return text
+
+    def _written_calls(self, message: Message) -> str:
+        calls = "\n".join(map(self._written_call, message["tool_calls"]))
+        return ("\n\n" if text_of(message).strip() else "") + calls
+
+    def _written_call(self, call: Any) -> str:
+        name, arguments = name_and_arguments(call)
+        lines = [f"<tool_call>\n<function={name}>"]
+        for key, value in arguments.items():
+            lines.append(f"<parameter={key}>\n{self._argument(value)}\n</parameter>")
+        return "\n".join([*lines, "</function>\n</tool_call>"])
+
+    def _argument(self, value: Any) -> str:
+        return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
     def _split_at_prompt(self, head: str, text: str, place: Place, *, is_sampled: bool) -> Written:
         """Assign the part of an empty block that the prompt contains to the header; the rest is sampled."""
@@ -125,8 +171,42 @@ class Qwen35Renderer(Qwen3Renderer):
         return message, termination
 
 
+EFFORTS = {
+    "xhigh": "Reasoning effort is set to xhigh. Please think carefully through the task, validate key assumptions, "
+    "consider plausible alternatives, and prioritize correctness, consistency, and clarity in the final answer.",
+    "medium": "",
+    "low": "Reasoning effort is set to low. Keep your thinking brief and focused, moving directly to the conclusion "
+    "without unnecessary elaboration.",
+}
+"""What the chat template of Qwen3.8 writes at the beginning of the system message."""
+
+
+class Qwen38Renderer(Qwen35Renderer):
+    """Every answer keeps its thinking, or has an empty block; the system message states the effort of reasoning."""
+
+    def __init__(self, tokenizer: Any, *, effort: str = "xhigh", is_told_not_to_think: bool = False) -> None:
+        super().__init__(tokenizer, is_told_not_to_think=is_told_not_to_think, keeps_thoughts=True)
+        self._instruction = "" if is_told_not_to_think else EFFORTS[effort]
+
+    def _empty_block(self, message: Message, place: Place) -> str:
+        return EMPTY if isinstance(message["content"], str) or not has_thought(message["content"]) else ""
+
+    def _argument(self, value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    def _prepared(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> list[Message]:
+        """Begin with a system message that states the effort; leave out an empty one."""
+        prepared = super()._prepared(messages, tools)
+        added: Message = {"role": "system", "content": ""}
+        if any("trainable" in message for message in prepared):
+            added["trainable"] = False
+        system = prepared.pop(0) if prepared and prepared[0]["role"] == "system" else added
+        texts = [self._instruction, text_of(system).strip()]
+        content = "\n\n".join(filter(None, texts))
+        return [{**system, "content": content}, *prepared] if content else prepared
+
+
 def _trimmed(content: Content) -> Content:
-    """Strip leading and trailing space of the content; leave thinking unchanged."""
     if isinstance(content, str):
         return content.strip()
     parts = list(content)
@@ -140,35 +220,6 @@ def _trimmed(content: Content) -> Content:
             if strip(part["text"]):
                 break
     return parts
-
-
-def _has_thought(content: Content) -> bool:
-    if isinstance(content, str):
-        return "<think>" in content
-    return any(part["type"] == "thinking" for part in content)
-
-
-def _joined(content: Content, keeps_thoughts: bool) -> str:
-    if isinstance(content, str):
-        return content
-    text = ""
-    for part in content:
-        if part["type"] == "text":
-            text += part["text"]
-        elif part["type"] == "thinking":
-            text += f"<think>\n{part['thinking']}\n</think>\n\n" if keeps_thoughts else ""
-        else:
-            raise unknown_part(part)
-    return text
-
-
-def _written_call(call: Any) -> str:
-    name, arguments = name_and_arguments(call)
-    lines = [f"<tool_call>\n<function={name}>"]
-    for key, value in arguments.items():
-        written = json.dumps(value) if isinstance(value, dict | list) else str(value)
-        lines.append(f"<parameter={key}>\n{written}\n</parameter>")
-    return "\n".join([*lines, "</function>\n</tool_call>"])
 
 
 def _with_trimmed_thoughts(parts: Sequence[ContentPart]) -> list[ContentPart]:

@@ -97,11 +97,13 @@ def info(
         print_json(found.model_dump(mode="json") | {"weights": weights.model_dump(mode="json")})
         return
     trained = {"attention": weights.train_attn, "mlp": weights.train_mlp, "output head": weights.train_unembed}
+    trained |= {"embedding": weights.train_embed, "norms": weights.train_norms}
     print_facts(
         {
             "path": found.tinker_path,
             "type": found.checkpoint_type,
             "base model": weights.base_model,
+            "method": weights.method,
             "rank": weights.lora_rank,
             "trained": ", ".join(name for name, is_trained in trained.items() if is_trained),
             "size": size_text(found.size_bytes),

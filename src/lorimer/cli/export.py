@@ -127,8 +127,28 @@ def run(
     report: Report,
 ) -> "Exported":
     report("loading", None)
-    from lorimer.models.export.export import base_model_of, export_gguf, export_merged, export_peft
+    from lorimer.models.export.export import (
+        base_model_of,
+        export_full,
+        export_full_gguf,
+        export_gguf,
+        export_merged,
+        export_peft,
+        is_full_run,
+    )
 
+    if is_full_run(adapter):
+        if to is Target.peft or base is not None:
+            raise InvalidInput(
+                "this is a full run, a whole model without an adapter or a base; --to merged or gguf is accepted,"
+                " without --base"
+            )
+        if to is Target.merged:
+            return export_full(adapter, target, dtype.value)
+        cache = cache_directory(config)
+        return export_full_gguf(
+            adapter, target, dtype.value, llama_cpp=llama_cpp, cache=cache, is_checked=is_checked, progress=report
+        )
     if to is Target.peft:
         return export_peft(adapter, target, base or base_model_of(adapter))
     cache = cache_directory(config)

@@ -14,15 +14,19 @@ from lorimer.cli import (
     bench,
     chat,
     checkpoint,
+    cluster,
+    data,
     demo,
     doctor,
     export,
     key,
     model,
     plot,
+    recipe,
     replica,
-    run,
+    run_changes,
     session,
+    train,
     usage,
 )
 from lorimer.cli.commands import ServerOptions, cli_command
@@ -35,7 +39,7 @@ from lorimer.errors import InvalidInput, LorimerError, ModelNotFound, ModelRefus
 if TYPE_CHECKING:
     from lorimer.server.settings import Settings
 
-TRY, WEIGHTS, SERVICE = "Try it", "Runs and weights", "The service"
+TRY, TRAINING, WEIGHTS, SERVICE = "Try it", "Training", "Runs and weights", "The service"
 
 app = typer.Typer(
     name="lorimer",
@@ -57,7 +61,10 @@ app.command(
     ),
 )(chat.chat)
 app.command(rich_help_panel=TRY, epilog=bench.EPILOG)(bench.bench)
-app.add_typer(run.app, name="run", rich_help_panel=WEIGHTS)
+app.add_typer(train.app, name="train", rich_help_panel=TRAINING)
+app.add_typer(data.app, name="data", rich_help_panel=TRAINING)
+app.add_typer(recipe.app, name="recipe", rich_help_panel=TRAINING)
+app.add_typer(run_changes.app, name="run", rich_help_panel=WEIGHTS)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=WEIGHTS)
 app.add_typer(session.app, name="session", rich_help_panel=WEIGHTS)
 app.command(
@@ -118,6 +125,8 @@ def serve(
     settings = effective.settings
     if settings.role == "worker":
         raise InvalidInput("role is 'worker'; start it with `lorimer worker`")
+    if settings.role == "all" and settings.cluster != "none":
+        raise InvalidInput(f"cluster is {settings.cluster!r}; serve with --role api, and leave computing to workers")
     if settings.role == "all":
         check_models(settings)
     else:
@@ -201,6 +210,7 @@ def check_models(settings: "Settings") -> None:
 app.add_typer(key.app, name="key", rich_help_panel=SERVICE)
 app.add_typer(model.app, name="model", rich_help_panel=SERVICE)
 app.add_typer(replica.app, name="replica", rich_help_panel=SERVICE)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=SERVICE)
 app.command(rich_help_panel=SERVICE, epilog=backup.BACKUP_EPILOG)(backup.backup)
 app.command(rich_help_panel=SERVICE, epilog=backup.RESTORE_EPILOG)(backup.restore)
 app.command(rich_help_panel=SERVICE, epilog=doctor.EPILOG)(doctor.doctor)

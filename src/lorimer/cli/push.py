@@ -87,7 +87,8 @@ def prepare(folder: Path, tinker_path: str, base_model: str) -> None:
     if missing := [name for name in ADAPTER_FILES if not (folder / name).exists()]:
         found = ", ".join(sorted(file.name for file in folder.iterdir()))
         raise CheckpointError(
-            f"{tinker_path!r} has {found} and no {' or '.join(missing)}; adapters that are not encrypted are accepted"
+            f"{tinker_path!r} has {found} and no {' or '.join(missing)}; adapters that are not encrypted are accepted;"
+            " a full run is exported with lorimer export --to merged"
         )
     file = folder / "adapter_config.json"
     config = json.loads(file.read_bytes())

@@ -1,5 +1,6 @@
 """``lorimer run``: the training runs of a server."""
 
+import json
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,22 +19,29 @@ from lorimer.cli.output import (
     print_table,
     size_text,
 )
+from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from lorimer.client.rest import RestClient
     from lorimer.types import Checkpoint, TrainingRun
     from lorimer.types.metrics import MetricSeries
+    from lorimer.types.runs import MetricSummary, Run, RunPart
 
-app = typer.Typer(help="Look at training runs.", no_args_is_help=True)
+app = typer.Typer(help="Look at runs, name and tag them, archive and delete them.", no_args_is_help=True)
 
 RUNS_PER_PAGE = 100
 RUN_COLUMNS: list[str | Column] = [
-    Column("run", whole=True),
+    "run",
+    Column("id", whole=True),
+    "status",
+    Column("steps", justify="right"),
     "base model",
-    "rank",
     "last request",
-    "last checkpoint",
-    "replica",
-    "state",
+    "tags",
+]
+SUMMARY_COLUMNS: list[str | Column] = [
+    Column("metric", whole=True),
+    *(Column(title, justify="right") for title in ("last", "smallest", "largest")),
 ]
 CHECKPOINT_COLUMNS: list[str | Column] = [
     Column("path", whole=True),
@@ -50,6 +58,9 @@ METRIC_COLUMNS: list[str | Column] = [
     *(Column(title, justify="right") for title in ("points", "last step", "first", "last", "least", "most")),
 ]
 
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Id or name of the run, or the path of one of its checkpoints.")
+]
 LimitOption = Annotated[int, typer.Option("--limit", "-n", min=0, help="How many at most; 0 is all.")]
 
 
@@ -57,35 +68,75 @@ LimitOption = Annotated[int, typer.Option("--limit", "-n", min=0, help="How many
     name="list",
     epilog=examples(
         "lorimer run list",
-        "lorimer run list --limit 0 --accessible",
-        "lorimer run list -f json | jq -r '.runs[].training_run_id'",
+        "lorimer run list status=failed 'config.rank>8' kettle",
+        "lorimer run list tag=sweep --sort min.test/nll --show config.learning_rate --show min.test/nll",
+        "lorimer run list -f json | jq -r '.runs[].run_id'",
     ),
 )
 @cli_command
 def list_(
+    query: Annotated[
+        list[str] | None,
+        typer.Argument(help="Words of the run, and conditions such as status=failed or config.rank>8."),
+    ] = None,
     limit: LimitOption = 20,
-    accessible: Annotated[
-        bool, typer.Option("--accessible", help="Also runs of others that have a published checkpoint.")
-    ] = False,
-    project: Annotated[str | None, typer.Option("--project", help="Only runs of this project.")] = None,
+    sort: Annotated[str, typer.Option("--sort", help="A field; -FIELD sorts descending.")] = "-created",
+    show: Annotated[
+        list[str] | None, typer.Option("--show", help="A field for a column: config.X, last.X, min.X, max.X.")
+    ] = None,
+    archived: Annotated[str, typer.Option("--archived", help="Archived runs: no, yes or any.")] = "no",
     *,
     options: ServerOptions,
 ) -> None:
-    """List training runs, newest first."""
+    """List runs, newest first."""
     client = options.rest_client()
 
-    def fetch(limit: int, offset: int) -> tuple[list["TrainingRun"], int]:
-        scope: Any = "accessible" if accessible else "owned"
-        page = client.list_training_runs(limit, offset, scope, project).result()
-        return page.training_runs, page.cursor.total_count
+    def fetch(limit: int, offset: int) -> tuple[list["Run"], int]:
+        chosen: Any = archived
+        text = " ".join(query or [])
+        page = client.list_runs(text, sort=sort, fields=show, archived=chosen, limit=limit, offset=offset).result()
+        return page.runs, page.total_count
 
     runs, total = collect(fetch, limit, RUNS_PER_PAGE)
     if options.is_json:
         print_json({"runs": [run.model_dump(mode="json") for run in runs], "total_count": total})
         return
     if runs:
-        print_table(RUN_COLUMNS, [row(run) for run in runs])
+        print_table([*RUN_COLUMNS, *(show or [])], [[*row(run), *chosen_values(run, show)] for run in runs])
     note_rest("runs", len(runs), total)
+
+
+@app.command(epilog=examples("lorimer run show RUN", "lorimer run show 'amber-heron-17'"))
+@cli_command
+def show(run: RunArgument, *, options: ServerOptions) -> None:
+    """Show a run: status, progress, configuration, best and last metrics, lineage and parts."""
+    client = options.rest_client()
+    found = client.get_run(resolve(client, run)).result()
+    if options.is_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    print_facts(
+        {
+            "run": found.name,
+            "id": found.run_id,
+            "status": found.status,
+            "error": found.error,
+            "steps": steps_text(found),
+            "duration": duration_text(found.duration_seconds),
+            "remaining": None if found.eta_seconds is None else duration_text(found.eta_seconds),
+            "base model": found.base_model,
+            "tags": ", ".join(found.tags),
+            "notes": found.notes,
+            "started from": found.parent_path,
+            "parts": [part_text(part) for part in found.parts] if len(found.parts) > 1 else None,
+            "continued by": [f"{child.name} ({child.run_id})" for child in found.children],
+            "metadata": metadata_text(found.user_metadata),
+            "configuration": [f"{name} = {json.dumps(value)}" for name, value in sorted(found.config.items())],
+        }
+    )
+    if found.metrics:
+        typer.echo()
+        print_table(SUMMARY_COLUMNS, [summary_row(one) for one in found.metrics])
 
 
 @app.command(
@@ -96,11 +147,11 @@ def list_(
 )
 @cli_command
 def info(
-    run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(help="Id of the training run, or the path of one of its checkpoints.")],
     *,
     options: ServerOptions,
 ) -> None:
-    """Show one training run and its checkpoints."""
+    """Show one training run and its checkpoints; published ones of others too."""
     client = options.rest_client()
     run_id = run_id_of(run)
     found = client.get_training_run(run_id, "accessible").result()
@@ -113,10 +164,12 @@ def info(
         {
             "run": found.training_run_id,
             "base model": found.base_model,
+            "method": found.method,
             "rank": found.lora_rank,
             "owner": found.model_owner,
             "replica": found.replica,
             "state": state(found),
+            "snapshots": size_text(found.snapshot_bytes) if found.snapshot_bytes else None,
             "last request": moment_text(found.last_request_time),
             "metadata": metadata_text(found.user_metadata),
         }
@@ -135,7 +188,7 @@ def info(
 )
 @cli_command
 def metrics(
-    run: Annotated[str, typer.Argument(help="Id of the run, or the path of one of its checkpoints.")],
+    run: RunArgument,
     name: Annotated[
         list[str] | None, typer.Option("--name", help="Only metrics called like this; * stands for anything.")
     ] = None,
@@ -143,11 +196,12 @@ def metrics(
     options: ServerOptions,
 ) -> None:
     """Show what the engine measured in a run and what its programs reported; JSON has every point."""
-    found = options.rest_client().get_metrics(run_id_of(run)).result()
+    client = options.rest_client()
+    found = client.get_run_metrics(resolve(client, run)).result()
     series = [one for one in found.series if name is None or any(fnmatchcase(one.name, like) for like in name)]
     if options.is_json:
         shown = [one.model_dump(mode="json", exclude_defaults=True) for one in series]
-        print_json({"series": shown, "cursor": found.cursor})
+        print_json({"series": shown})
         return
     if series:
         print_table(METRIC_COLUMNS, [metric_row(one) for one in series])
@@ -160,25 +214,56 @@ def run_id_of(text: str) -> str:
     return text.removeprefix("tinker://").partition("/")[0]
 
 
-def row(run: "TrainingRun") -> list[object]:
-    newest = max(
-        filter(None, (run.last_checkpoint, run.last_sampler_checkpoint)), key=lambda one: one.time, default=None
-    )
-    saved = f"{newest.checkpoint_id} ({ago(newest.time)})" if newest else ""
+def row(run: "Run") -> list[object]:
     return [
-        run.training_run_id,
+        run.name,
+        run.run_id,
+        run.status,
+        steps_text(run),
         run.base_model,
-        run.lora_rank or "",
         ago(run.last_request_time),
-        saved,
-        replica_number(run),
-        state(run),
+        ", ".join(run.tags),
     ]
 
 
-def replica_number(run: "TrainingRun") -> str:
-    """The replica without the base model, which has a column of its own."""
-    return (run.replica or "").removeprefix(run.base_model)
+def chosen_values(run: "Run", names: list[str] | None) -> list[object]:
+    values = run.values or {}
+    found = [values.get(name) for name in names or []]
+    return ["" if value is None else f"{value:.4g}" if isinstance(value, float) else value for value in found]
+
+
+def steps_text(run: "Run") -> str:
+    if run.steps_done is None:
+        return "" if run.num_steps is None else f"0 of {run.num_steps}"
+    return f"{run.steps_done}" if run.num_steps is None else f"{run.steps_done} of {run.num_steps}"
+
+
+def duration_text(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s" if minutes else f"{left} s"
+
+
+def part_text(part: "RunPart") -> str:
+    origin = f", from {part.loaded_from}" if part.loaded_from else ""
+    return f"{part.training_run_id}, {ago(part.created_at)}{origin}"
+
+
+def summary_row(one: "MetricSummary") -> list[object]:
+    pairs = [(one.last, one.last_step), (one.min, one.min_step), (one.max, one.max_step)]
+    return [one.name, *("" if value is None else f"{value:.4g} at {step}" for value, step in pairs)]
+
+
+def resolve(client: "RestClient", text: str) -> str:
+    """Return the id of a run by its id, the path of a checkpoint, or its name if only one run has it."""
+    if ":train:" in text:
+        return run_id_of(text)
+    quoted = text.replace('"', "")
+    found = client.list_runs(f'name="{quoted}"', archived="any", limit=2).result()
+    if found.total_count == 1:
+        return found.runs[0].run_id
+    problem = f"{found.total_count} runs are" if found.total_count else "no run is"
+    raise InvalidInput(f"{problem} called {text!r}; the id of a run, or a name that one run has, is accepted")
 
 
 def state(run: "TrainingRun") -> str:

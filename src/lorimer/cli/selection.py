@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -107,7 +107,7 @@ class Failures:
             raise typer.Exit(exit_code(next(iter(self.errors.values()))))
 
 
-def change(paths: list[str], start: Callable[[str], "Future[None]"], output: Format, word: str) -> None:
+def change(paths: list[str], start: Callable[[str], "Future[Any]"], output: Format, word: str) -> None:
     """Do the same to each path, some concurrently; those that fail do not keep the others from it."""
     done, failed = [], Failures()
     for begin in range(0, len(paths), AT_ONCE):

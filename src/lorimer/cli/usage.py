@@ -51,7 +51,8 @@ def usage(
 ) -> None:
     """Show the tokens trained and sampled, by model, session or day, and the size of all checkpoints.
 
-    Prompt tokens that were found in the cache are counted apart. Hours are counted whole.
+    Training counts the tokens of every datum, also of prefixes that datums share and the engine computes once. Prompt
+    tokens that were found in the cache are counted apart. Hours are counted whole.
     """
     start, end = hours(since, until)
     client = options.rest_client()

@@ -20,6 +20,7 @@ from lorimer.types.metrics import (
     RunMetricsResponse,
     spelled,
 )
+from lorimer.types.runs import JoinedMetricsResponse
 from lorimer.types.thinning import Columns, join, thin
 
 PAGE_ENTRIES = 10_000
@@ -40,9 +41,10 @@ class Reports:
         self._turn = asyncio.Lock()
 
     def send(
-        self, points: Sequence[MetricPoint], patience: float = PATIENCE_SECONDS
+        self, points: Sequence[MetricPoint], patience: float = PATIENCE_SECONDS, steps_done: int | None = None
     ) -> AwaitableConcurrentFuture[ReportMetricsResponse]:
-        return self._connection.run(self._send(ReportMetricsRequest(points=list(points)), patience))
+        body = ReportMetricsRequest(points=list(points), steps_done=steps_done)
+        return self._connection.run(self._send(body, patience))
 
     async def _send(self, body: ReportMetricsRequest, patience: float) -> ReportMetricsResponse:
         async with self._turn:
@@ -53,7 +55,7 @@ class Reports:
 
 async def read_metrics(
     connection: Connection,
-    model_id: str,
+    path: str,
     names: Sequence[str] | None,
     after: str | None,
     *,
@@ -61,7 +63,7 @@ async def read_metrics(
     last_step: int | None = None,
     max_points: int | None = None,
 ) -> RunMetricsResponse:
-    """All points, or those since a cursor; of some steps, and thinned, if that is wanted."""
+    """Return all points at ``path``, or those since a cursor; of some steps, and thinned, if that is wanted."""
     query = {
         "names": None if names is None else ",".join(names),
         "first_step": first_step,
@@ -73,7 +75,9 @@ async def read_metrics(
     cursor, has_more = after, True
     while has_more:
         given = urlencode({key: value for key, value in (query | {"after": cursor}).items() if value is not None})
-        page = await connection.transport.ask(RunMetricsResponse, "GET", f"{metrics_path(model_id)}?{given}")
+        page = await connection.transport.ask(JoinedMetricsResponse, "GET", f"{path}?{given}")
+        if page.is_restarted:
+            parts = {}
         for series in page.series:
             parts.setdefault((series.source, series.name), []).append(columns(series))
         cursor, has_more = page.cursor, page.has_more

@@ -17,7 +17,8 @@ from lorimer.client.admin import AdminClient
 from lorimer.client.auth import claims_of
 from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
-from lorimer.client.metrics import read_metrics
+from lorimer.client.metrics import metrics_path, read_metrics
+from lorimer.client.runs import RunsClient
 from lorimer.client.transport import parse
 from lorimer.types.metrics import RunMetricsResponse
 from lorimer.types.replicas import ReplicasResponse
@@ -33,7 +34,7 @@ def _checkpoint_path(tinker_path: str) -> str:
     return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
 
 
-class RestClient(AdminClient):
+class RestClient(AdminClient, RunsClient):
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(
@@ -94,7 +95,9 @@ class RestClient(AdminClient):
         least, greatest and first not finite point.
         """
         chosen = {"first_step": first_step, "last_step": last_step, "max_points": max_points}
-        return self._connection.loop.run(read_metrics(self._connection, training_run_id, names, after, **chosen))
+        return self._connection.loop.run(
+            read_metrics(self._connection, metrics_path(training_run_id), names, after, **chosen)
+        )
 
     async def get_metrics_async(
         self,

@@ -5,8 +5,9 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from traceback import format_exception_only
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from lorimer import types
 from lorimer.client import custom_loss
@@ -16,12 +17,15 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if
 from lorimer.client.polling import QueueNotes, json_result, wait_for_result
 from lorimer.client.rest import RestClient
 from lorimer.client.retries import RetryConfig
+from lorimer.client.runs import RunOptions, identity_of
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
 from lorimer.client.training import LOAD_WEIGHTS, TrainingClient
 from lorimer.client.transport import parse
+from lorimer.types.optim import optimizer_config
 
 CREATE_MODEL = json_result("CreateModel", types.CreateModelResponse)
+MAX_DETAIL_CHARS = 2000
 CREATE_LOSS = json_result("CreateCustomLoss", types.CreateCustomLossResponse)
 
 
@@ -67,7 +71,8 @@ class ServiceClient:
         if exc_type is None:
             self.close("success").result()
         else:
-            self.close("errored" if issubclass(exc_type, Exception) else "interrupted").result()
+            detail = "".join(format_exception_only(exc_type, exc_value)).strip()[:MAX_DETAIL_CHARS]
+            self.close("errored" if issubclass(exc_type, Exception) else "interrupted", detail).result()
 
     def close(
         self, status: Literal["success", "errored", "interrupted"], detail: str | None = None
@@ -120,12 +125,21 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
-        optimizer: types.OptimizerConfig | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        *,
+        use_rslora: bool = False,
+        init_from: str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
-        """A new adapter on a base model."""
+        """A new adapter on a base model.
+
+        ``optimizer`` may be the name of one, as in ``optimizer="muon"``; ``use_rslora`` scales the adapter by
+        alpha / sqrt(rank), and ``init_from`` names an adapter of the server's ``peft_adapters`` to begin with. ``run``
+        are ``name``, ``notes``, ``tags``, ``config`` and others of ours.
+        """
         warn_if_in_loop("create_lora_training_client")
-        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed)
-        return self._create(base_model, lora, user_metadata, optimizer).result()
+        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, init_from)
+        return self._create(base_model, lora, user_metadata, optimizer, identity_of(run)).result()
 
     async def create_lora_training_client_async(
         self,
@@ -136,37 +150,86 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
-        optimizer: types.OptimizerConfig | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        *,
+        use_rslora: bool = False,
+        init_from: str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
-        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed)
-        return await self._create(base_model, lora, user_metadata, optimizer)
+        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, init_from)
+        return await self._create(base_model, lora, user_metadata, optimizer, identity_of(run))
+
+    def create_training_client(
+        self,
+        base_model: str,
+        method: Literal["lora", "full"] = "lora",
+        rank: int | None = None,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        train_embed: bool | None = None,
+        train_norms: bool | None = None,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        **run: Unpack[RunOptions],
+    ) -> TrainingClient:
+        """A new run: an adapter on a base model, or with ``method="full"`` its weights themselves.
+
+        ``rank`` (32) and ``seed`` are for adapters, ``train_embed`` and ``train_norms`` (true) for full runs.
+        """
+        warn_if_in_loop("create_training_client")
+        config = _config(method, rank, seed, train_mlp, train_attn, train_unembed, train_embed, train_norms)
+        return self._create(base_model, config, user_metadata, optimizer, identity_of(run)).result()
+
+    async def create_training_client_async(
+        self,
+        base_model: str,
+        method: Literal["lora", "full"] = "lora",
+        rank: int | None = None,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        train_embed: bool | None = None,
+        train_norms: bool | None = None,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        **run: Unpack[RunOptions],
+    ) -> TrainingClient:
+        config = _config(method, rank, seed, train_mlp, train_attn, train_unembed, train_embed, train_norms)
+        return await self._create(base_model, config, user_metadata, optimizer, identity_of(run))
 
     def _create(
         self,
         base_model: str,
-        lora_config: types.LoraConfig,
+        config: types.LoraConfig | types.FullConfig,
         user_metadata: dict[str, str] | None,
-        optimizer: types.OptimizerConfig | None,
+        optimizer: types.OptimizerConfig | str | None,
+        run: types.RunIdentity | None,
     ) -> AwaitableConcurrentFuture[TrainingClient]:
         self._check_open()
         number = self._session.next_number("model")
-        return self._connection.run(self._create_model(number, base_model, lora_config, user_metadata, optimizer))
+        return self._connection.run(self._create_model(number, base_model, config, user_metadata, optimizer, run))
 
     async def _create_model(
         self,
         number: int,
         base_model: str,
-        lora_config: types.LoraConfig,
+        config: types.LoraConfig | types.FullConfig,
         user_metadata: dict[str, str] | None,
-        optimizer: types.OptimizerConfig | None,
+        optimizer: types.OptimizerConfig | str | None,
+        run: types.RunIdentity | None,
     ) -> TrainingClient:
         request = types.CreateModelRequest(
             session_id=await self._session.start(),
             model_seq_id=number,
             base_model=base_model,
-            lora_config=lora_config,
+            lora_config=config if isinstance(config, types.LoraConfig) else None,
+            full_config=config if isinstance(config, types.FullConfig) else None,
             user_metadata=user_metadata,
-            optimizer_config=optimizer or types.AdamOptimizerConfig(),
+            optimizer_config=_optimizer_config(optimizer) or types.AdamOptimizerConfig(),
+            run=run,
         )
         promise = await self._submit("/api/v1/create_model", request)
         notes = QueueNotes(f"creating a run on {base_model}")
@@ -182,11 +245,12 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-        optimizer: types.OptimizerConfig | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
         """A new run that begins with saved weights and a new optimiser."""
         warn_if_in_loop("create_training_client_from_state")
-        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result()
+        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False, run).result()
 
     async def create_training_client_from_state_async(
         self,
@@ -194,9 +258,10 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-        optimizer: types.OptimizerConfig | None = None,
+        optimizer: types.OptimizerConfig | str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False, run)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -204,10 +269,11 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
         """A new run that goes on from saved weights with the saved state of the optimiser."""
         warn_if_in_loop("create_training_client_from_state_with_optimizer")
-        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result()
+        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True, run).result()
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -215,8 +281,9 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
+        **run: Unpack[RunOptions],
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True, run)
 
     def _from_state(
         self,
@@ -224,17 +291,19 @@ class ServiceClient:
         base_model: str | None,
         user_metadata: dict[str, str] | None,
         token: str | None,
-        optimizer: types.OptimizerConfig | None,
+        optimizer: types.OptimizerConfig | str | None,
         with_optimizer: bool,
+        run: RunOptions,
     ) -> AwaitableConcurrentFuture[TrainingClient]:
         self._check_open()
         request = types.LoadWeightsRequest(
             path=path,
             optimizer=with_optimizer,
-            optimizer_config=optimizer,
+            optimizer_config=_optimizer_config(optimizer),
             base_model=base_model,
             user_metadata=user_metadata,
             weights_access_token=token,
+            run=identity_of(run),
         )
         number = self._session.next_number("model")
         return self._connection.run(self._load_model(number, request))
@@ -260,16 +329,31 @@ class ServiceClient:
             {"tinker_path": request.path},
             headers={"X-API-Key": token} if token else None,
         )
-        if info.lora_rank is None:
-            raise ValueError(f"{request.path} is no adapter; a LoRA checkpoint is accepted")
+        if info.lora_rank is None and info.method != "full":
+            raise ValueError(f"{request.path} is neither an adapter nor a full run")
         given = {"train_mlp": info.train_mlp, "train_attn": info.train_attn, "train_unembed": info.train_unembed}
         flags = {name: value is not False for name, value in given.items()}
+        config: types.LoraConfig | types.FullConfig
+        if info.lora_rank is None:
+            more = {"train_embed": info.train_embed is not False, "train_norms": info.train_norms is not False}
+            config = types.FullConfig(**flags, **more)
+        else:
+            config = _lora_config(
+                info.lora_rank,
+                None,
+                flags["train_mlp"],
+                flags["train_attn"],
+                flags["train_unembed"],
+                info.use_rslora is True,
+                None,
+            )
         client = await self._create_model(
             number,
             request.base_model or info.base_model,
-            types.LoraConfig(rank=info.lora_rank, **flags),
+            config,
             request.user_metadata,
             info.optimizer_config if request.optimizer else request.optimizer_config,
+            request.run,
         )
         load = client.load_state_with_optimizer if request.optimizer else client.load_state
         await load(request.path, token)
@@ -354,10 +438,49 @@ class ServiceClient:
         """Nothing: this SDK reports nothing of its user."""
 
 
-def _lora_config(rank: int, seed: int | None, mlp: bool, attn: bool, unembed: bool) -> types.LoraConfig:
+def _lora_config(
+    rank: int, seed: int | None, mlp: bool, attn: bool, unembed: bool, use_rslora: bool, init_from: str | None
+) -> types.LoraConfig:
     if not (mlp or attn or unembed):
         raise ValueError("train_mlp, train_attn and train_unembed are all false; at least one must be true")
-    return types.LoraConfig(rank=rank, seed=seed, train_mlp=mlp, train_attn=attn, train_unembed=unembed)
+    return types.LoraConfig(
+        rank=rank,
+        seed=seed,
+        train_mlp=mlp,
+        train_attn=attn,
+        train_unembed=unembed,
+        use_rslora=use_rslora,
+        init_from=init_from,
+    )
+
+
+def _config(
+    method: Literal["lora", "full"],
+    rank: int | None,
+    seed: int | None,
+    mlp: bool,
+    attn: bool,
+    unembed: bool,
+    embed: bool | None,
+    norms: bool | None,
+) -> types.LoraConfig | types.FullConfig:
+    """Return what a run trains; refuse what only the other method has."""
+    if method not in ("lora", "full"):
+        raise ValueError(f"method is {method!r}; 'lora' and 'full' are accepted")
+    others = {"rank": rank, "seed": seed} if method == "full" else {"train_embed": embed, "train_norms": norms}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(f"{' and '.join(given)}: a run of the method {method!r} has none; leave it out")
+    if method == "lora":
+        return _lora_config(32 if rank is None else rank, seed, mlp, attn, unembed, False, None)
+    flags = {"train_mlp": mlp, "train_attn": attn, "train_unembed": unembed}
+    flags |= {"train_embed": embed is not False, "train_norms": norms is not False}
+    if not any(flags.values()):
+        raise ValueError(f"{', '.join(flags)} are all false; at least one must be true")
+    return types.FullConfig(**flags)
+
+
+def _optimizer_config(optimizer: types.OptimizerConfig | str | None) -> types.OptimizerConfig | None:
+    return optimizer_config(optimizer) if isinstance(optimizer, str) else optimizer
 
 
 async def _value(handle: LossHandle) -> LossHandle:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from lorimer.client.connection import Connection
 from lorimer.client.errors import NotFoundError
 from lorimer.errors import NotFound
+from lorimer.types import GetServerCapabilitiesResponse
 from lorimer.types.base import Response
 from lorimer.types.extras import load
 
@@ -37,6 +38,8 @@ def load_tokenizer(connection: Connection, model_name: str, tokenizer_id: str | 
     try:
         directory = connection.run(_fetch(connection, model_name)).result()
     except NotFoundError as missing:  # the server does not hand tokenizers out, or does not serve the model
+        if tokenizer_id is None and not connection.run(_is_served(connection, model_name)).result():
+            raise NotFound(f"no tokenizer of {model_name!r}: the server answers {str(missing)!r}") from missing
         source = tokenizer_id.partition(":")[0] if tokenizer_id else _hub_id(model_name)
         try:
             return _load(source)
@@ -46,6 +49,12 @@ def load_tokenizer(connection: Connection, model_name: str, tokenizer_id: str | 
             )
             raise NotFound(text) from error
     return _load(str(directory))
+
+
+async def _is_served(connection: Connection, model_name: str) -> bool:
+    path = "/api/v1/get_server_capabilities"
+    found = await connection.transport.ask(GetServerCapabilitiesResponse, "GET", path)
+    return model_name in [model.model_name for model in found.supported_models]
 
 
 @lru_cache(maxsize=32)

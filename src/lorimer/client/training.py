@@ -16,12 +16,14 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if
 from lorimer.client.metrics import Reports, metric_point
 from lorimer.client.polling import json_result, protobuf_result
 from lorimer.client.retries import RetryConfig
+from lorimer.client.runs import run_path
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
 from lorimer.client.submit import Operations, Submission, check_data, json_submission, merge_results, split_data
 from lorimer.types.compatibility import PROTOBUF
 from lorimer.types.encoding import decode_forward_backward_output, encode_training_request
 from lorimer.types.metrics import ReportMetricsResponse
+from lorimer.types.runs import EndStatus, FinishRunRequest
 
 if TYPE_CHECKING:
     from lorimer.client.custom_loss import LossHandle
@@ -324,6 +326,19 @@ class TrainingClient:
         self, metrics: Mapping[str, SupportsFloat], step: int
     ) -> APIFuture[ReportMetricsResponse]:
         return self.log_metrics(metrics, step)
+
+    def finish_run(self, status: EndStatus, error: str | None = None) -> APIFuture[None]:
+        """Tell the server how the run ended, before the session does; ours alone."""
+        path = f"/api/v1{run_path(self.model_id)}/finish"
+        body = FinishRunRequest(status=status, error=error)
+
+        async def finish() -> None:
+            await self._connection.transport.call("POST", path, body)
+
+        return self._connection.run(finish())
+
+    async def finish_run_async(self, status: EndStatus, error: str | None = None) -> APIFuture[None]:
+        return self.finish_run(status, error)
 
     # ── about the run ─────────────────────────────────────────────────────────────────────────────────
 

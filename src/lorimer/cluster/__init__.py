@@ -1,1 +1,1 @@
-"""Ray placement of engine workers, FSDP2 groups and vLLM samplers; needs the extra ``cluster``. Runs in Ray actors."""
+"""Workers placed by Ray (``cluster = "ray"``), by the command ``lorimer cluster``; needs the extra ``cluster``."""

@@ -11,14 +11,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lorimer
 from lorimer import RestClient, ServiceClient, TrainingClient
+from lorimer.client.runs import RunOptions
 from lorimer.cookbook.progress import say
 from lorimer.errors import CheckpointError, InvalidInput
 
 FILE_NAME = "checkpoints.jsonl"
+
+Method = Literal["lora", "full"]
+"""What a run trains: an adapter, or the weights of the model itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,23 +101,28 @@ async def open_training_client(
     base_model: str,
     rank: int,
     checkpoints: Checkpoints,
+    method: Method = "lora",
     load_from: str | None = None,
     seed: int = 0,
     train_mlp: bool = True,
     train_attn: bool = True,
     train_unembed: bool = True,
     user_metadata: dict[str, str] | None = None,
+    optimizer: str | None = None,
+    run: RunOptions | None = None,
 ) -> tuple[TrainingClient, int]:
     """A client that goes on at the last checkpoint, optimiser included, and the number of its next step.
 
-    Without a checkpoint it begins with the weights of ``load_from`` and a new optimiser, or with a new adapter. What is
-    resumed is printed, and a ``rank`` that the loaded weights do not have.
+    Without a checkpoint it begins with the weights of ``load_from`` and a new optimiser, or with a new run of
+    ``method``. What is resumed is printed, and a ``rank`` that the loaded weights do not have. ``run`` goes to the
+    server.
     """
+    told: RunOptions = run or {}
     last = checkpoints.last()
     if last is not None:
         try:
             client = await service.create_training_client_from_state_with_optimizer_async(
-                last.state_path, user_metadata=user_metadata
+                last.state_path, user_metadata=user_metadata, **told
             )
         except lorimer.NotFoundError as error:
             raise CheckpointError(
@@ -124,8 +133,22 @@ async def open_training_client(
         await tell_rank(client, rank, last.state_path)
         return client, last.step
     if load_from is not None:
-        client = await service.create_training_client_from_state_async(load_from, user_metadata=user_metadata)
+        client = await service.create_training_client_from_state_async(
+            load_from, user_metadata=user_metadata, optimizer=optimizer, **told
+        )
         await tell_rank(client, rank, load_from)
+        return client, 0
+    if method == "full":
+        client = await service.create_training_client_async(
+            base_model,
+            "full",
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+            train_embed=train_unembed,
+            user_metadata=user_metadata,
+            **told,
+        )
         return client, 0
     client = await service.create_lora_training_client_async(
         base_model,
@@ -135,6 +158,8 @@ async def open_training_client(
         train_attn=train_attn,
         train_unembed=train_unembed,
         user_metadata=user_metadata,
+        optimizer=optimizer,
+        **told,
     )
     return client, 0
 

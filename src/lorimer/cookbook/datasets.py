@@ -200,6 +200,19 @@ def read_conversation(row: Row) -> tuple[list[Message], list[ToolSpec] | None]:
     )
 
 
+def read_question(row: Row) -> list[Message]:
+    """Return what is asked in a row: its messages up to the last answer, or its prompt, question or instruction."""
+    for name in ("prompt", "question", "instruction"):
+        if name in row and "messages" not in row:
+            return read_conversation({"prompt": row[name], "completion": ""})[0][:-1]
+    messages = read_conversation(row)[0]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InvalidInput("the messages hold answers alone; a question before them is needed")
+    return messages
+
+
 def _without_nulls(message: Any) -> Any:
     """A table has every field in every row; those without a value are not there."""
     if not isinstance(message, Mapping):
@@ -271,12 +284,19 @@ def read_jsonl_rows(path: Path | str) -> list[dict[str, Any]]:
 
 def check_conversations(rows: Sequence[Row]) -> Sequence[Row]:
     """The rows, of which each is a conversation; of a table that is read from disk only the first one is looked at."""
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]] if len(rows) else [], 1):
-        try:
-            read_conversation(row)
-        except InvalidInput as error:
-            raise InvalidInput(f"row {number} of the data: {error}") from None
+    convert_rows(rows if isinstance(rows, list) else [rows[0]] if len(rows) else [], read_conversation)
     return rows
+
+
+def convert_rows(rows: Iterable[Row], convert: Callable[[Row], T]) -> list[T]:
+    """Return what ``convert`` makes of each row; an error names the row."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append(convert(row))
+        except InvalidInput as error:
+            raise type(error)(f"row {number} of the data: {error}") from None
+    return found
 
 
 def check_fields(rows: Sequence[Row], *names: str) -> Sequence[Row]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lorimer import Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, types
+from lorimer import Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
 from lorimer.cookbook.checkpoints import Checkpoint
 from lorimer.cookbook.completers import StopCondition, derive_seed
 from lorimer.cookbook.datasets import Dataset
@@ -186,7 +186,7 @@ class _Loop:
             data = await self._sample(student, number)
             sent = [datum.to_datum("importance_sampling") for datum in data]
             fwd_bwd_future = client.forward_backward(sent, "importance_sampling")
-            optim_future = client.optim_step(types.AdamParams(learning_rate=config.rate(number)))
+            optim_future = client.optim_step(config.step_params(number))
             student = await client.save_weights_and_get_sampling_client_async()
             trained = [one["logprobs"].to_numpy() for one in (await fwd_bwd_future).loss_fn_outputs]
             training.log.log(

@@ -35,19 +35,21 @@ class LearningRate:
 
 
 def lora_learning_rate(
-    model_name: str, *, hidden_size: int | None = None, directory: str | Path | None = None
+    model_name: str, *, hidden_size: int | None = None, directory: str | Path | None = None, is_full: bool = False
 ) -> LearningRate:
     """The rule's rate for a model, whose width is given, in the config of a directory, or known by name.
+
+    With ``is_full`` it is the rate of full fine-tuning, which the rule begins with.
 
     The files of a tokenizer (``tokenizer.name_or_path``) have the config where they come from a Lorimer server.
     """
     width = hidden_size or _width_in(Path(directory or model_name)) or _width_by_name(model_name)
     family = "qwen" if "qwen" in model_name.lower() else "llama"
     exponent = EXPONENTS[family]
-    value = FULL_RATE * LORA_FACTOR * (REFERENCE_WIDTH / width) ** exponent
+    value = FULL_RATE * (1.0 if is_full else LORA_FACTOR) * (REFERENCE_WIDTH / width) ** exponent
     known = family in model_name.lower()
     reason = (
-        f"{FULL_RATE:g} of full fine-tuning, times {LORA_FACTOR:g} for LoRA of any rank, times "
+        f"{FULL_RATE:g} of full fine-tuning, times {'' if is_full else f'{LORA_FACTOR:g} for LoRA of any rank, times '}"
         f"({REFERENCE_WIDTH} / hidden size {width}) ** {exponent:g}, as fitted for {family.capitalize()} models"
     )
     return LearningRate(value, reason if known else f"{reason}; no fit is known for {model_name!r}, so try others too")

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from lorimer.cookbook.checkpoints import read_jsonl
+from lorimer.cookbook.checkpoints import append_jsonl, read_jsonl
+from lorimer.cookbook.progress import say
+from lorimer.cookbook.run_health import Health
 from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
+HEALTH_FILE = "health.jsonl"
+"""What was told of a run that goes wrong; there is none while nothing does."""
 DEFAULT_SINKS = ("jsonl", "console", "server")
 
 Metric = float | int | str
@@ -44,8 +48,9 @@ class FollowingSink(Sink, Protocol):
 class MetricLog:
     """Hands metrics to every sink, in order of the steps."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], health: "HealthLog | None" = None) -> None:
         self._sinks = list(sinks)
+        self._health = health
 
     def follow(self, client: "TrainingClient") -> None:
         """The run that is trained from now on; the sink ``server`` reports to it."""
@@ -55,6 +60,8 @@ class MetricLog:
 
     def log(self, metrics: Metrics, step: int) -> None:
         """All metrics of step number ``step``; the first step has number 0."""
+        if self._health is not None:
+            metrics = self._health.marked(metrics, step)
         for sink in self._sinks:
             sink.log(metrics, step)
 
@@ -87,7 +94,9 @@ def open_log(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _write_config(directory / CONFIG_FILE, config, resume_step)
-    return MetricLog([_open_sink(name, directory, config, total_steps, resume_step) for name in sinks])
+    before = [line for line in read_metrics(directory) if line["step"] < resume_step]
+    health = HealthLog(directory / HEALTH_FILE, Health(config, before), resume_step) if sinks else None
+    return MetricLog([_open_sink(name, directory, config, total_steps, resume_step) for name in sinks], health)
 
 
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
@@ -107,7 +116,7 @@ def _open_sink(
     if name == "server":
         from lorimer.cookbook.reporting import ServerSink
 
-        return ServerSink()
+        return ServerSink(total_steps)
     from lorimer.cookbook.sinks import open_sink
 
     return open_sink(name, directory, config=config, resume_step=resume_step)
@@ -128,6 +137,24 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+class HealthLog:
+    """Tells what goes wrong in a run: in the terminal, in a file, and as ``health/...`` among the metrics."""
+
+    def __init__(self, path: Path, health: Health, resume_step: int) -> None:
+        self._path, self._health = path, health
+        kept = [line for line in read_jsonl(path) if line["step"] < resume_step]
+        if path.exists():
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def marked(self, metrics: Metrics, step: int) -> Metrics:
+        """Return the metrics with a mark for each thing that is wrong, and tell those that are new."""
+        marks, concerns = self._health.look(metrics)
+        for concern in concerns:
+            say(f"warning: {concern}")
+            append_jsonl(self._path, {"step": step, **vars(concern)})
+        return {**metrics, **marks}
 
 
 def _json_value(value: Metric) -> Metric | None:

@@ -7,18 +7,20 @@ evaluated and saved, and 0 does so at the end only.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from lorimer import SamplingClient, ServiceClient, TrainingClient, types
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
 from lorimer.cookbook.evaluation import Evaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
+from lorimer.cookbook.run_identity import reported_end, run_options
 from lorimer.cookbook.schedules import Schedule, learning_rate
 from lorimer.cookbook.service import open_service
 from lorimer.errors import InvalidInput
+from lorimer.types.optim import OPTIMIZERS, make_params
 
 
 class Cadence(Protocol):
@@ -45,6 +47,11 @@ class LoopConfig(ABC):
     """The largest; ``schedule`` and ``warmup_steps`` say how it is reached and left."""
     schedule: Schedule = "linear"
     warmup_steps: int = 0
+    optimizer: str = "adamw"
+    optimizer_params: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every step besides the learning rate, as `docs/optimizers.md` lists them."""
+    method: Method = "lora"
+    """``full`` trains the weights of the model itself; ``rank`` and ``seed`` then have no effect."""
     rank: int = 32
     seed: int = 0
     """Of the adapter; the dataset has its own."""
@@ -63,14 +70,21 @@ class LoopConfig(ABC):
     sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run is resumed: what the dataset was made from."""
+    name: str | None = None
+    """Of the run on the server; the name of the log directory if there is none."""
+    tags: Sequence[str] = ()
+    """Of the run on the server."""
 
-    MAY_CHANGE: ClassVar[str] = "log_dir base_url dataset evaluators sinks save_every keep notes"
+    MAY_CHANGE: ClassVar[str] = "log_dir base_url dataset evaluators sinks save_every keep notes name tags"
     """Names of settings that a resumed run may have otherwise; they are not part of ``config.json``."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "max_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name} is {value}; 1 or more is accepted")
+        if self.optimizer not in OPTIMIZERS:
+            raise InvalidInput(f"optimizer is {self.optimizer!r}; accepted are {', '.join(OPTIMIZERS)}")
+        make_params(self.optimizer, learning_rate=0.0, **self.step_fields())  # refuses unknown fields
 
     @property
     @abstractmethod
@@ -85,11 +99,23 @@ class LoopConfig(ABC):
         """Return the settings that decide the result, for ``config.json``."""
         left_out = self.MAY_CHANGE.split()
         values = {name: getattr(self, name) for name in (item.name for item in fields(self)) if name not in left_out}
+        if self.optimizer == "adamw" and not self.optimizer_params:
+            del values["optimizer"], values["optimizer_params"]  # which older runs do not have
+        if self.method == "lora":
+            del values["method"]  # which older runs do not have
         return values | {"num_steps": self.num_steps} | self.notes
 
     def adapter_options(self) -> dict[str, Any]:
         """Return more arguments of ``open_training_client``."""
         return {}
+
+    def step_fields(self) -> dict[str, Any]:
+        """Return the fields of every step besides the learning rate."""
+        return dict(self.optimizer_params)
+
+    def step_params(self, step: int) -> types.OptimParams:
+        """Return the parameters of the optimiser's step."""
+        return make_params(self.optimizer, learning_rate=self.rate(step), **self.step_fields())
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -145,6 +171,14 @@ async def run_loop(config: LoopConfig, steps: Steps, service: ServiceClient | No
     last = checkpoints.last()
     start = last.step if last is not None else 0
     is_done = start >= config.num_steps
+    run = run_options(
+        config.log_dir,
+        config.described(),
+        num_steps=config.num_steps,
+        resume_step=start,
+        name=config.name,
+        tags=config.tags,
+    )
     with open_log(
         config.log_dir,
         config=config.described(),
@@ -158,14 +192,18 @@ async def run_loop(config: LoopConfig, steps: Steps, service: ServiceClient | No
             client, start = await open_training_client(
                 service,
                 base_model=config.base_model,
+                method=config.method,
                 rank=config.rank,
                 checkpoints=checkpoints,
                 load_from=config.load_from,
                 seed=config.seed,
+                optimizer=config.optimizer,
+                run=run,
                 **config.adapter_options(),
             )
-            log.follow(client)
-            last = await steps(Training(config, service, client, checkpoints, log, config.num_steps), start)
+            async with reported_end(client):
+                log.follow(client)
+                last = await steps(Training(config, service, client, checkpoints, log, config.num_steps), start)
     lines = read_metrics(config.log_dir)[-2:]
     return Result(last, {name: value for line in lines for name, value in line.items()})
 

@@ -1,7 +1,7 @@
 """Which renderer fits a model, by the name that the model has at a hub; as the official cookbook recommends.
 
-A model that is not in the table, or that the official cookbook gives a renderer which is not here, gets ``auto``: the
-chat template of its own tokenizer.
+A model that is not in the table, or whose official renderer is not here or has no images here, gets ``auto``: the chat
+template of its own tokenizer.
 """
 
 from lorimer.errors import InvalidInput
@@ -10,6 +10,16 @@ AUTO = ("auto",)
 LLAMA3, ROLE_COLON, QWEN3_INSTRUCT = ("llama3",), ("role_colon",), ("qwen3_instruct",)
 QWEN3 = ("qwen3", "qwen3_disable_thinking")
 QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
+QWEN3_8 = ("qwen3_8_xhigh_reasoning", "qwen3_8_disable_thinking", "qwen3_8_medium_reasoning", "qwen3_8_low_reasoning")
+DEEPSEEKV3 = ("deepseekv3", "deepseekv3_thinking")
+GPT_OSS = ("gpt_oss_no_sysprompt", "gpt_oss_medium_reasoning")
+NEMOTRON3 = ("nemotron3", "nemotron3_disable_thinking", "nemotron3_preserve_thinking")
+NEMOTRON3_SUPER = (*NEMOTRON3, "nemotron3_low_thinking")
+NEMOTRON3_ULTRA = (
+    *("nemotron3_ultra", "nemotron3_ultra_disable_thinking"),
+    *("nemotron3_ultra_medium_thinking", "nemotron3_ultra_preserve_thinking"),
+)
+NEMOTRON3_LIGHTNING = tuple(name for name in NEMOTRON3_ULTRA if name != "nemotron3_ultra_medium_thinking")
 
 RENDERERS = {
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA3,
@@ -35,7 +45,15 @@ RENDERERS = {
     "Qwen/Qwen3.5-397B-A17B": QWEN3_5,
     "Qwen/Qwen3.6-27B": QWEN3_5,
     "Qwen/Qwen3.6-35B-A3B": QWEN3_5,
+    "Qwen/Qwen3.8-27B": QWEN3_8,
+    "deepseek-ai/DeepSeek-V3.1": DEEPSEEKV3,
     "deepseek-ai/DeepSeek-V3.1-Base": ROLE_COLON,
+    "openai/gpt-oss-20b": GPT_OSS,
+    "openai/gpt-oss-120b": GPT_OSS,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON3,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": NEMOTRON3_SUPER,
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": NEMOTRON3_ULTRA,
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": NEMOTRON3_LIGHTNING,
 }
 """Facts of ``tinker_cookbook.model_info`` 0.5.8; a test of ``make cookbook-official`` compares them."""
 

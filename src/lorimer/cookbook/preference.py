@@ -222,7 +222,7 @@ class _Loop:
                 evaluated = await self._evaluate() if self._training.is_evaluated(number) else {}
                 loss = pairwise_loss(config.beta, reference)
                 fwd_bwd_future = await self._client.forward_backward_custom_async(_flat(pairs), loss)
-                optim_future = self._client.optim_step(types.AdamParams(learning_rate=config.rate(number)))
+                optim_future = self._client.optim_step(config.step_params(number))
                 scored = asyncio.create_task(self._score(number + 1))
                 if finish is not None:
                     await finish()

@@ -28,21 +28,30 @@ from lorimer.chat.conversation import (
     UnparsedToolCall,
 )
 from lorimer.chat.conversation import text_of as get_text_content
-from lorimer.chat.formats import Llama3Renderer, Qwen3Renderer, RoleColonRenderer
-from lorimer.chat.qwen35 import Qwen35Renderer
+from lorimer.chat.deepseek import DeepSeekV3Renderer
+from lorimer.chat.formats import Llama3Renderer, Qwen3Renderer, Qwen3VLRenderer, RoleColonRenderer
+from lorimer.chat.harmony import GptOssRenderer
+from lorimer.chat.nemotron import Nemotron3Renderer, Nemotron3UltraRenderer
+from lorimer.chat.qwen35 import EFFORTS, Qwen35Renderer, Qwen38Renderer
 from lorimer.chat.template_renderer import TemplateRenderer
 from lorimer.chat.text_renderer import TextRenderer
 from lorimer.errors import InvalidInput, Unsupported
 
 __all__ = [
     "ContentPart",
+    "DeepSeekV3Renderer",
     "Example",
+    "GptOssRenderer",
     "ImagePart",
     "Llama3Renderer",
     "Message",
+    "Nemotron3Renderer",
+    "Nemotron3UltraRenderer",
     "ParseTermination",
     "Qwen3Renderer",
+    "Qwen3VLRenderer",
     "Qwen35Renderer",
+    "Qwen38Renderer",
     "Renderer",
     "Role",
     "RoleColonRenderer",
@@ -126,9 +135,26 @@ _FACTORIES: dict[str, Factory] = {
     "qwen3_5": Qwen35Renderer,
     "qwen3_5_disable_thinking": partial(Qwen35Renderer, is_told_not_to_think=True),
     "qwen3_5_preserve_thinking": partial(Qwen35Renderer, keeps_thoughts=True),
+    **{f"qwen3_8_{effort}_reasoning": partial(Qwen38Renderer, effort=effort) for effort in EFFORTS},
+    "qwen3_8_disable_thinking": partial(Qwen38Renderer, is_told_not_to_think=True),
+    "qwen3_vl": Qwen3VLRenderer,
+    "qwen3_vl_instruct": partial(Qwen3VLRenderer, thinking="never"),
+    "nemotron3": Nemotron3Renderer,
+    "nemotron3_low_thinking": partial(Nemotron3Renderer, effort="low"),
+    "nemotron3_disable_thinking": partial(Nemotron3Renderer, is_told_not_to_think=True),
+    "nemotron3_preserve_thinking": partial(Nemotron3Renderer, keeps_thoughts=True),
+    "nemotron3_ultra": Nemotron3UltraRenderer,
+    "nemotron3_ultra_medium_thinking": partial(Nemotron3UltraRenderer, effort="efficient"),
+    "nemotron3_ultra_disable_thinking": partial(Nemotron3UltraRenderer, is_told_not_to_think=True),
+    "nemotron3_ultra_preserve_thinking": partial(Nemotron3UltraRenderer, keeps_thoughts=True),
+    "deepseekv3": DeepSeekV3Renderer,
+    "deepseekv3_disable_thinking": DeepSeekV3Renderer,
+    "deepseekv3_thinking": partial(DeepSeekV3Renderer, thinks=True),
+    "gpt_oss_no_sysprompt": GptOssRenderer,
+    **{f"gpt_oss_{effort}_reasoning": partial(GptOssRenderer, effort=effort) for effort in ("low", "medium", "high")},
 }
 _TEXT_ONLY = tuple(name for name in _FACTORIES if name not in ("template", "no_thinking"))
-FAMILIES = ("qwen3_", "deepseekv", "glm5_", "kimi_", "nemotron3", "gpt_oss_", "tml_")
+FAMILIES = ("deepseekv4_", "glm5_", "kimi_", "tml_")
 """How the other names of the official cookbook begin."""
 
 

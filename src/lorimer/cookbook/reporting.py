@@ -31,7 +31,10 @@ CLOSE_SECONDS = 5.0
 
 
 class ServerSink:
-    def __init__(self) -> None:
+    """``total_steps`` bounds the reported progress: a last evaluation is logged under the step after the last."""
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        self._total_steps = total_steps
         self._client: TrainingClient | None = None
         """None while no run is known, and when its server takes no metrics."""
         self._waiting: deque[MetricPoint] = deque(maxlen=MAX_POINTS)
@@ -59,7 +62,7 @@ class ServerSink:
         """On the loop of the SDK, until nothing waits."""
         while points := self._take():
             try:
-                await client.reports.send(points, PATIENCE_SECONDS)
+                await client.reports.send(points, PATIENCE_SECONDS, self._steps_done(points))
             except Exception as error:
                 self._warn(str(error))
                 if not is_transient(error):
@@ -68,6 +71,10 @@ class ServerSink:
             for _ in range(10):
                 if not self._is_closing:
                     await asyncio.sleep(PAUSE_SECONDS / 10)
+
+    def _steps_done(self, points: list[MetricPoint]) -> int | None:
+        done = points[-1].step + 1
+        return None if self._total_steps is None else min(done, self._total_steps)
 
     def _take(self) -> list[MetricPoint]:
         """The first of what waits; after none of them, the next ``log`` begins anew."""

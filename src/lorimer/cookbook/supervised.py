@@ -34,6 +34,7 @@ class Config(LoopConfig):
     batches_per_step: int = 1
     """Batches whose gradients are added up before the optimiser's step; the server cuts them as its memory asks."""
     beta1: float = 0.9
+    """This and the next three are fields of AdamW; other optimisers have theirs in ``optimizer_params``."""
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -57,6 +58,15 @@ class Config(LoopConfig):
     @property
     def num_batches(self) -> int:
         return len(self.dataset) // self.batches_per_step
+
+    def step_fields(self) -> dict[str, Any]:
+        given = {"grad_clip_norm": self.grad_clip_norm, **self.optimizer_params}
+        adam = {name: getattr(self, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+        if self.optimizer == "adamw":
+            given = adam | given
+        elif changed := [name for name, value in adam.items() if value != getattr(Config, name)]:
+            raise InvalidInput(f"{changed[0]} is a field of adamw; give it to {self.optimizer} in optimizer_params")
+        return given
 
     def adapter_options(self) -> dict[str, Any]:
         names = ("train_mlp", "train_attn", "train_unembed", "user_metadata")
@@ -123,16 +133,7 @@ class _Loop:
         # One call: of several, those that wait together become one pass, and its size decides how it is rounded.
         data = [datum for index in batches for datum in config.dataset.get_batch(index)]
         fwd_bwd_future = self._client.forward_backward(data, "cross_entropy")
-        optim_future = self._client.optim_step(
-            types.AdamParams(
-                learning_rate=config.rate(number),
-                beta1=config.beta1,
-                beta2=config.beta2,
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                grad_clip_norm=config.grad_clip_norm,
-            )
-        )
+        optim_future = self._client.optim_step(config.step_params(number))
         return _Step(number, begun, data, fwd_bwd_future, optim_future, save, evaluation)
 
     async def _finish(self, step: _Step) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Method = Literal["lora", "full"]
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``max_lora_rank`` that vLLM has kernels for."""
 TEMPERATURES = (0.01, 2.0)
@@ -47,7 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_index: int = 0
     """Which of several GPUs; engines beyond their number share them."""
     dtype: Dtype = "auto"
-    """Dtype of the frozen base; adapters, gradients and optimisers are always float32."""
+    """Dtype of the frozen base; adapters, gradients, optimisers and full runs are always float32."""
+    method: Method = "lora"
+    """``full``: the engine holds one run at a time, which trains the weights of the model itself."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use."""
     memory_bytes: int = 0
@@ -77,11 +80,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("device_index", "num_threads", "memory_bytes", "max_context", "token_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a number of at least 0 is accepted")
-        for name, kind in (("device", Device), ("dtype", Dtype)):
+        for name, kind in (("device", Device), ("dtype", Dtype), ("method", Method)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; {', '.join(get_args(kind))} are accepted")
         for name in ("max_sampling_rows", "max_image_pixels", "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; at least 1 is accepted")
+        if self.method == "full" and (self.ranks > 1 or self.vllm is not None):
+            raise ValueError(
+                f"method is 'full' with ranks {self.ranks}; a full run is computed by one process: 'lora' is accepted"
+                " with several ranks or vLLM"
+            )
         if not self.model:
             raise ValueError("model is empty; name a directory, a .gguf file, an alias or a hub id")

@@ -15,8 +15,12 @@ import torch
 
 from lorimer.engine.adapters import checkpoints
 from lorimer.engine.adapters.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
-from lorimer.engine.adapters.lora import ALPHA
+from lorimer.engine.adapters.lora import scale_of
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.full import checkpoints as full_checkpoints
+from lorimer.engine.full.full_run import FullRun, PublishedWeights, apply_step, create_full_run, publish
+from lorimer.engine.full.memory_need import STATE_BYTES, WEIGHT_BYTES, check_room, count_parameters
+from lorimer.engine.full.sampling import FullSampler
 from lorimer.engine.messages import (
     CreateRun,
     Done,
@@ -41,7 +45,7 @@ from lorimer.engine.messages import (
 )
 from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
 from lorimer.engine.model.device import Device, open_device, used_bytes
-from lorimer.engine.model.memory import find_token_budget
+from lorimer.engine.model.memory import choose_token_budget, count_fitting_tokens
 from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.engine.sharding import ALONE, Shards
@@ -75,6 +79,9 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress | None = None, shards: Shards = ALONE) -> None:
         """With ``shards``, be one of the ranks of an engine; all of them execute the same commands."""
         self.shards = shards
+        self._is_full = config.method == "full"
+        if self._is_full:
+            config = msgspec.structs.replace(config, dtype="float32")
         report = progress or (lambda stage, fraction: None)
         with shards.agreed():
             device, memory = self._load(config, report)
@@ -82,17 +89,25 @@ class Engine:
             # All ranks make the same passes, so they plan with the same memory.
             memory = min(int(part) for part in shards.exchange(b"%d" % memory))
         with shards.agreed():
-            budget = config.token_budget or find_token_budget(self.model, int(_TRAINING_SHARE * memory))
+            # A budget that was set also says how much is kept.
+            is_set = config.token_budget > 0
+            fitting = 0 if is_set else count_fitting_tokens(self.model, int(_TRAINING_SHARE * memory))
+            budget = config.token_budget or choose_token_budget(fitting, device.type)
             if not shards.is_alone:
                 self._shard(device, report)
-        self.trainer = Trainer(self.model, budget)
+        self.trainer = Trainer(self.model, budget, fitting)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
-        self.sampler = Sampler(
-            self.model, self.tokenizer, self._eos, int(_SAMPLING_SHARE * memory), config.max_sampling_rows, new_seed
-        )
+
+        def new_sampler() -> Sampler:
+            size = int(_SAMPLING_SHARE * memory)
+            return Sampler(self.model, self.tokenizer, self._eos, size, config.max_sampling_rows, new_seed)
+
+        self.sampler = FullSampler(self.model, new_sampler) if self._is_full else new_sampler()
         self._new_seed = new_seed
-        self._runs: dict[str, Adapter] = {}
-        self._samplers: dict[str, tuple[int, FrozenAdapter]] = {}
+        self._runs: dict[str, Adapter | FullRun] = {}
+        self._is_base = True
+        """Whether the model still has the weights of the base; a full run changes them."""
+        self._samplers: dict[str, tuple[int, FrozenAdapter | PublishedWeights]] = {}
         """Number and weights by name. A name may be reused for other weights; a number never is."""
         self._num_frozen = 0
 
@@ -102,11 +117,19 @@ class Engine:
         source = resolve(config.model, cache_directory=_cache(config), progress=report)
         report("choosing device and precision", None)
         device = open_device(config, shards.rank)
+        state_bytes = 0
+        if self._is_full:
+            num_parameters = count_parameters(source.directory)
+            state_bytes = STATE_BYTES * num_parameters
+            needed = WEIGHT_BYTES * num_parameters + state_bytes
+            check_room(f"full fine-tuning of {source.name!r} (weights, gradient, optimiser)", needed, device.handle)
         report(f"loading {source.name}", None)
         used_before = used_bytes(device.handle)
         # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
         first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
-        self.model = load_model(source.directory, first, source.name, config.max_image_pixels, not shards.is_alone)
+        self.model = load_model(
+            source.directory, first, source.name, config.max_image_pixels, not shards.is_alone, self._is_full
+        )
         limit = self.model.max_context
         if config.max_context > limit:
             raise InvalidInput(f"max_context {config.max_context} is more than the model's {limit}")
@@ -116,7 +139,7 @@ class Engine:
         # The base weights were loaded into the memory that was free at start.
         loaded = used_bytes(device.handle) - used_before
         used = loaded if shards.is_alone else self.model.sharded_bytes(shards.size)
-        return device, config.memory_bytes or max(0, device.memory_bytes - used)
+        return device, max(0, (config.memory_bytes or max(0, device.memory_bytes - used)) - state_bytes)
 
     def _shard(self, device: Device, report: Progress) -> None:
         """Keep this rank's part of the base."""
@@ -150,13 +173,29 @@ class Engine:
         if command.model_id in self._runs:
             raise InvalidInput(f"run {command.model_id!r} exists already")
         optim.check_optimizer(command.optimizer)
+        if self._is_full:
+            self._runs[command.model_id] = self._create_full(command)
+            return StateResult()
         lora = command.lora
+        if lora is None:
+            raise Unsupported("this engine trains adapters; full runs have engines of their own")
         if lora.seed is None:
             lora = msgspec.structs.replace(lora, seed=self._new_seed(63))
         self._runs[command.model_id] = create_adapter(
             self.model.targets, lora, command.optimizer, self.model.device.handle
         )
         return StateResult()
+
+    def _create_full(self, command: CreateRun) -> FullRun:
+        if command.full is None:
+            raise Unsupported("this engine trains full runs; adapters are trained by others")
+        if self._runs:
+            raise InvalidInput(f"run {next(iter(self._runs))!r} is in this engine, which holds one full run at a time")
+        if not self._is_base:
+            base = full_checkpoints.load_weights(self.model, Path(self.model.directory))
+            full_checkpoints.replace_weights(self.model, base)
+            self._is_base = True
+        return create_full_run(self.model, command.full, command.optimizer)
 
     def train(
         self,
@@ -214,7 +253,11 @@ class Engine:
         return msgspec.structs.replace(operation, data=data), images
 
     def optim_step(self, command: OptimStep) -> StepResult:
-        return StepResult(metrics=optim.apply(self._run(command.model_id), command.params))
+        run = self._run(command.model_id)
+        if isinstance(run, FullRun):
+            self._is_base = False
+            return StepResult(metrics=apply_step(run, command.params))
+        return StepResult(metrics=optim.apply(run, command.params))
 
     def register_loss(self, command: RegisterLoss) -> StateResult:
         self.trainer.custom_losses[command.loss_id] = CustomLoss.parse(command.inputs, command.graph)
@@ -224,7 +267,9 @@ class Engine:
         run, start = self._run(command.model_id), time.perf_counter()
         self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
         size = 0
-        if self.shards.rank == 0:
+        if isinstance(run, FullRun):
+            size = full_checkpoints.save(run, command.directory, weights_only=command.weights_only)
+        elif self.shards.rank == 0:
             size = checkpoints.save(
                 run,
                 self.model.targets,
@@ -236,7 +281,11 @@ class Engine:
 
     def load_state(self, command: LoadState) -> StateResult:
         run = self._run(command.model_id)
-        checkpoints.load(run, self.model.targets, command.directory, optimizer=command.optimizer)
+        if isinstance(run, FullRun):
+            self._is_base = False
+            full_checkpoints.load(run, command.directory, optimizer=command.optimizer)
+        else:
+            checkpoints.load(run, self.model.targets, command.directory, optimizer=command.optimizer)
         return StateResult(step=run.step)
 
     def drop_run(self, command: DropRun) -> StateResult:
@@ -244,7 +293,7 @@ class Engine:
         del self._runs[command.model_id]
         return StateResult()
 
-    def _run(self, model_id: str) -> Adapter:
+    def _run(self, model_id: str) -> Adapter | FullRun:
         if model_id not in self._runs:
             raise NotFound(f"there is no run {model_id!r}")
         return self._runs[model_id]
@@ -254,29 +303,41 @@ class Engine:
     def publish_sampler(self, command: PublishSampler) -> StateResult:
         run = self._run(command.model_id)
         self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
-        self._add_sampler(command.sampler_id, lambda: snapshot(run))
+        self._add_sampler(command.sampler_id, lambda: self._publish(run) if isinstance(run, FullRun) else snapshot(run))
         return StateResult(step=run.step)
 
     def load_sampler(self, command: LoadSampler) -> StateResult:
         self._add_sampler(command.sampler_id, lambda: self._load_frozen(command.directory))
         return StateResult()
 
-    def _load_frozen(self, directory: str) -> FrozenAdapter:
+    def _publish(self, run: FullRun) -> PublishedWeights:
+        self._check_copy("a copy of the weights for sampling")
+        return publish(run)
+
+    def _check_copy(self, what: str) -> None:
+        check_room(what, WEIGHT_BYTES * self.model.num_parameters, self.model.device.handle)
+
+    def _load_frozen(self, directory: str) -> FrozenAdapter | PublishedWeights:
+        if self._is_full:
+            self._check_copy("sampling from saved weights")
+            return PublishedWeights(full_checkpoints.load_published(self.model, directory))
         config = checkpoints.read_config(directory)
         weights = checkpoints.load_weights(directory, self.model.targets, config)
         on = self.model.device.handle
         pairs = {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}
-        return FrozenAdapter(pairs, config.rank, ALPHA / config.rank)
+        return FrozenAdapter(pairs, config.rank, scale_of(config))
 
-    def _add_sampler(self, sampler_id: str, freeze: Callable[[], FrozenAdapter]) -> None:
+    def _add_sampler(self, sampler_id: str, freeze: Callable[[], FrozenAdapter | PublishedWeights]) -> None:
         if not sampler_id or sampler_id in self._samplers:
             raise InvalidInput(f"sampler id {sampler_id!r} is taken or empty; samplers are never replaced")
         self._samplers[sampler_id] = self._num_frozen, freeze()
         self._num_frozen += 1
 
     def drop_sampler(self, command: DropSampler) -> StateResult:
-        self._find_sampler(command.sampler_id)
+        _, weights = self._find_sampler(command.sampler_id)
         del self._samplers[command.sampler_id]
+        if isinstance(self.sampler, FullSampler) and isinstance(weights, PublishedWeights):
+            self.sampler.drop(weights)
         return StateResult()
 
     def add_sample(self, request: SampleRequest) -> None:
@@ -321,10 +382,16 @@ class Engine:
             self.sampler.add(request, None, images)
         else:
             # The sampler caches prompts by this id, so it must never be reused for other weights.
-            number, adapter = self._find_sampler(request.sampler_id)
-            self.sampler.add(msgspec.structs.replace(request, sampler_id=f"{number}"), adapter, images)
+            number, weights = self._find_sampler(request.sampler_id)
+            request = msgspec.structs.replace(request, sampler_id=f"{number}")
+            if isinstance(self.sampler, FullSampler):
+                assert isinstance(weights, PublishedWeights)
+                self.sampler.add(request, weights, images)
+            else:
+                assert isinstance(weights, FrozenAdapter)
+                self.sampler.add(request, weights, images)
 
-    def _find_sampler(self, sampler_id: str) -> tuple[int, FrozenAdapter]:
+    def _find_sampler(self, sampler_id: str) -> tuple[int, FrozenAdapter | PublishedWeights]:
         if sampler_id not in self._samplers:
             raise NotFound(f"there is no sampler {sampler_id!r}")
         return self._samplers[sampler_id]

@@ -14,6 +14,8 @@ import numpy as np
 from lorimer.errors import InvalidInput, LorimerError
 
 ImageFormat = Literal["png", "jpeg"]
+StepField = int | float | bool | str | list[float] | dict[str, float]
+"""A value among the fields of an optimiser's step."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
@@ -24,13 +26,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="ki
 
 
 class LoraConfig(Message):
-    """Shape of one adapter; alpha is always 32 and the scale alpha / rank."""
+    """Shape of one adapter; alpha is always 32 and the scale alpha / rank, or alpha / sqrt(rank) in rsLoRA."""
 
     rank: int = 32
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    use_rslora: bool | msgspec.UnsetType = msgspec.UNSET
+    """Not written unless it is set: the checksums of manifests that were saved without the field stay right."""
+
+
+class FullConfig(Message):
+    """The parameters of the model that a full run trains, by group."""
+
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    train_embed: bool = True
+    train_norms: bool = True
 
 
 class OptimizerConfig(Message):
@@ -89,11 +103,13 @@ class SamplingParams(Message):
 
 
 class CreateRun(Message):
-    """Make a fresh adapter to train."""
+    """Make a run: a fresh adapter to train, or in an engine of the method ``full`` the base model's own weights."""
 
     request_id: str
     model_id: str
-    lora: LoraConfig
+    lora: LoraConfig | None = None
+    full: FullConfig | None = None
+    """Given instead of ``lora`` for a full run."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -145,7 +161,7 @@ class OptimStep(Message):
 
     request_id: str
     model_id: str
-    params: dict[str, float] = {}
+    params: dict[str, StepField] = {}
 
 
 class SaveState(Message):
@@ -383,6 +399,7 @@ class OperationPart(Message):
     custom: list[dict[str, float]]
     custom_loss: float
     num_positions: int
+    num_computed: int
 
 
 class BatchPart(Message):

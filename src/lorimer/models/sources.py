@@ -59,6 +59,22 @@ _HUB_SECONDS = 10.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 # Subfolders and `consolidated` files hold the same weights in other formats.
 _HUB_IGNORED = ["*/*", "consolidated*"]
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*processor_config.json",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files of a model besides its configuration and weights, which a model made of it has too."""
 
 
 def resolve(

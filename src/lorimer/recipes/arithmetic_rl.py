@@ -9,38 +9,22 @@ figures.
 """
 
 import asyncio
-import hashlib
-import random
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lorimer.cookbook.arithmetic import NUM_TEST, split_sums, sum_rows
 from lorimer.cookbook.evaluation import accuracy, exact_match
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.problems import question_dataset
 from lorimer.cookbook.service import get_tokenizer
-from lorimer.recipes.sl_basic import rows
-from lorimer.recipes.sl_loop import Sum
 from lorimer.terminal import run_recipe
 
-NUM_TEST = 200
 MAX_TOKENS = 8
-
-
-def is_held_out(a: int, b: int) -> bool:
-    """Return whether a pair is in the tenth that lorimer/tiny has not seen in pretraining; see docs/tiny.md."""
-    digest = hashlib.sha256(f"{min(a, b)} {max(a, b)}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 100 < 10
-
-
-def split_sums() -> tuple[list[Sum], list[Sum]]:
-    sums = [(a, b) for a in range(100) for b in range(100)]
-    held_out = [pair for pair in sums if is_held_out(*pair)]
-    return [pair for pair in sums if not is_held_out(*pair)], random.Random(0).sample(held_out, NUM_TEST)
 
 
 def main(
@@ -57,7 +41,7 @@ def main(
     num_questions: Annotated[int, typer.Option(help="sums to measure with, at most 200")] = NUM_TEST,
     seed: int = 0,
 ) -> None:
-    learned, held_out = (rows(pairs) for pairs in split_sums())
+    learned, held_out = (sum_rows(pairs) for pairs in split_sums())
     with recipe_service(model, base_url) as service:
         measure = partial(
             accuracy, held_out[:num_questions], get_renderer("auto", get_tokenizer(service, model)), exact_match()

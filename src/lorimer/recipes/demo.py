@@ -21,6 +21,7 @@ from rich.table import Table
 from lorimer import SamplingClient, ServiceClient
 from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook import supervised
+from lorimer.cookbook.arithmetic import split_sums, sum_rows
 from lorimer.cookbook.completers import TinkerMessageCompleter
 from lorimer.cookbook.datasets import chat_dataset
 from lorimer.cookbook.evaluation import exact_match
@@ -31,8 +32,6 @@ from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.envs import RLDataset
 from lorimer.cookbook.rl.problems import question_dataset
 from lorimer.cookbook.service import get_tokenizer
-from lorimer.recipes.arithmetic_rl import split_sums
-from lorimer.recipes.sl_basic import rows
 from lorimer.terminal import command, run_recipe
 from lorimer.types import ParsedCheckpointTinkerPath
 
@@ -130,7 +129,7 @@ class Demo:
         return supervised.Config(
             log_dir=self.directory / "supervised",
             base_model=self.model,
-            dataset=chat_dataset(rows(self.sums), renderer, batch_size=2 * self.batch_size, seed=self.seed),
+            dataset=chat_dataset(sum_rows(self.sums), renderer, batch_size=2 * self.batch_size, seed=self.seed),
             learning_rate=4e-3,
             rank=RANK,
             seed=self.seed,
@@ -140,7 +139,7 @@ class Demo:
     def rl_config(self, state_path: str, steps: int) -> training.Config:
         def make_datasets(renderer: Renderer) -> tuple[RLDataset, None]:
             sizes = {"batch_size": self.batch_size, "group_size": self.group_size}
-            return question_dataset(rows(self.sums), renderer, exact_match(), seed=self.seed, **sizes), None
+            return question_dataset(sum_rows(self.sums), renderer, exact_match(), seed=self.seed, **sizes), None
 
         return training.Config(
             base_model=self.model,

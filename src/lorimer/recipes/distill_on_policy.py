@@ -17,20 +17,18 @@ import typer
 
 from lorimer import Datum, ServiceClient
 from lorimer.cookbook import distillation, supervised
+from lorimer.cookbook.arithmetic import NUM_TEST, split_sums, sum_rows
+from lorimer.cookbook.checkpoints import Method
 from lorimer.cookbook.datasets import ShuffledDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.evaluation import accuracy, exact_match, together
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.service import get_tokenizer
-from lorimer.recipes.arithmetic_rl import NUM_TEST, split_sums
 from lorimer.terminal import run_recipe
+from lorimer.types.optim import OPTIMIZERS
 
 MAX_TOKENS = 8
-
-
-def as_row(numbers: tuple[int, int]) -> dict[str, str]:
-    return {"question": f"What is {numbers[0]} + {numbers[1]}?", "answer": str(sum(numbers))}
 
 
 async def make_teacher(service: ServiceClient, model: str, renderer: Renderer, directory: Path, steps: int) -> str:
@@ -41,7 +39,7 @@ async def make_teacher(service: ServiceClient, model: str, renderer: Renderer, d
     config = supervised.Config(
         log_dir=directory,
         base_model=model,
-        dataset=ShuffledDataset([as_row(pair) for pair in split_sums()[0]], 64, convert=convert),
+        dataset=ShuffledDataset(sum_rows(split_sums()[0]), 64, convert=convert),
         learning_rate=4e-3,
         rank=16,
         max_steps=steps,
@@ -61,6 +59,8 @@ def main(
     batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 32,
     num_samples: Annotated[int, typer.Option(help="tries of the student at each", min=1)] = 4,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "adamw",
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 16,
     num_questions: Annotated[int, typer.Option(help="sums to measure with, at most 200", min=1)] = NUM_TEST,
     eval_every: int = 10,
@@ -69,29 +69,31 @@ def main(
     async def run(service: ServiceClient, renderer: Renderer) -> tuple[dict[str, float], supervised.Result]:
         path = teacher or await make_teacher(service, model, renderer, log_dir / "teacher", teacher_steps)
         teaching = await service.create_sampling_client_async(path)
-        train_sums, held_out = split_sums()
-        test_sums = held_out[:num_questions]
+        train_rows, held_out = (sum_rows(sums) for sums in split_sums())
+        test_rows = held_out[:num_questions]
         stop = renderer.get_stop_sequences()
 
-        def convert(numbers: tuple[int, int]) -> list[distillation.Prompt]:
-            asked = renderer.build_generation_prompt([{"role": "user", "content": as_row(numbers)["question"]}])
+        def convert(row: dict[str, str]) -> list[distillation.Prompt]:
+            asked = renderer.build_generation_prompt([{"role": "user", "content": row["question"]}])
             return [distillation.Prompt(asked)]
 
-        prompts = [prompt for pair in test_sums for prompt in convert(pair)]
+        prompts = [prompt for row in test_rows for prompt in convert(row)]
         measure = together(
-            accuracy([as_row(pair) for pair in test_sums], renderer, exact_match(), max_tokens=MAX_TOKENS),
+            accuracy(test_rows, renderer, exact_match(), max_tokens=MAX_TOKENS),
             distillation.reverse_kl(teaching, prompts, stop, MAX_TOKENS),
         )
         config = distillation.Config(
             log_dir=log_dir / "student",
             base_model=model,
-            dataset=ShuffledDataset(train_sums, batch_size, convert=convert, seed=seed),
+            dataset=ShuffledDataset(train_rows, batch_size, convert=convert, seed=seed),
             teacher_path=path,
             stop=stop,
             max_tokens=MAX_TOKENS,
             num_samples=num_samples,
             learning_rate=learning_rate,
+            optimizer=optimizer,
             schedule="linear",
+            method=method,
             rank=rank,
             seed=seed,
             max_steps=steps,

@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import typer
 
 from lorimer.cookbook import preference
-from lorimer.cookbook.checkpoints import read_reference
+from lorimer.cookbook.checkpoints import Method, read_reference
 from lorimer.cookbook.datasets import ShuffledDataset, load_rows, split_off
 from lorimer.cookbook.logs import write_atomically
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.terminal import run_recipe
+from lorimer.types.optim import OPTIMIZERS
 
 
 def generate_pairs(number: int, seed: int) -> list[dict[str, Any]]:
@@ -47,6 +48,8 @@ def main(
     kind: Annotated[str, typer.Option(help="dpo, or reward_model: learn to judge instead")] = "dpo",
     beta: Annotated[float, typer.Option(help="how strongly it holds on to where it began")] = 0.1,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "adamw",
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 32,
     batch_size: Annotated[int, typer.Option(help="pairs in a step", min=1)] = 32,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
@@ -77,6 +80,8 @@ def main(
             kind=kind,  # type: ignore[arg-type]
             beta=beta,
             learning_rate=learning_rate,
+            optimizer=optimizer,
+            method=method,
             rank=rank,
             seed=seed,
             load_from=read_reference(start_from) if start_from else None,

@@ -19,6 +19,8 @@ import typer
 from lorimer import Datum, ServiceClient
 from lorimer.chat.conversation import Message
 from lorimer.cookbook import distillation, supervised
+from lorimer.cookbook.arithmetic import split_sums
+from lorimer.cookbook.checkpoints import Method
 from lorimer.cookbook.datasets import ShuffledDataset, check_fields, default_held_out, load_rows, split_off
 from lorimer.cookbook.datums import datum_from_tokens, num_tokens
 from lorimer.cookbook.evaluation import nll
@@ -26,8 +28,8 @@ from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.errors import InvalidInput
-from lorimer.recipes.arithmetic_rl import split_sums
 from lorimer.terminal import run_recipe
+from lorimer.types.optim import OPTIMIZERS
 
 
 def examples_as_prompt(number: int) -> list[Message]:
@@ -67,6 +69,8 @@ def main(
     top_k: Annotated[int, typer.Option(help="learn so many likely tokens at each place; 0 learns the text")] = 8,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "adamw",
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 16,
     max_steps: Annotated[int | None, typer.Option(min=1)] = None,
     eval_every: int = 10,
@@ -112,6 +116,8 @@ def main(
             base_model=model,
             dataset=ShuffledDataset(examples, batch_size, seed=seed),
             learning_rate=learning_rate,
+            optimizer=optimizer,
+            method=method,
             rank=rank,
             seed=seed,
             max_steps=max_steps,

@@ -10,11 +10,11 @@ to 86 %.
 import asyncio
 from pathlib import Path
 
+from lorimer.cookbook.arithmetic import sum_rows
 from lorimer.cookbook.evaluation import exact_match
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.rl import training
 from lorimer.cookbook.rl.problems import question_dataset
-from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 from lorimer.terminal import run_recipe
 
@@ -25,8 +25,8 @@ def main(
     config = training.Config(
         base_model=model,
         dataset_builder=lambda renderer: (
-            question_dataset(rows(TRAINING), renderer, exact_match(), batch_size=32, group_size=8),
-            question_dataset(rows(HELD_OUT), renderer, exact_match(), batch_size=100),
+            question_dataset(sum_rows(TRAINING), renderer, exact_match(), batch_size=32, group_size=8),
+            question_dataset(sum_rows(HELD_OUT), renderer, exact_match(), batch_size=100),
         ),
         log_dir=log_dir,
         learning_rate=4e-3,

@@ -28,7 +28,7 @@ import typer
 
 from lorimer import Datum, SamplingClient, ServiceClient
 from lorimer.cookbook import supervised
-from lorimer.cookbook.checkpoints import read_reference
+from lorimer.cookbook.checkpoints import Method, read_reference
 from lorimer.cookbook.datasets import GeneratedDataset, check_fields, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.logs import write_atomically
@@ -60,13 +60,13 @@ def find_rows(data: str | None, model: str, seed: int) -> list[Any]:
     return generate_problems(8000, seed)
 
 
-def choose_rates(model: str, directory: str, learning_rate: float | None) -> tuple[float, float]:
+def choose_rates(model: str, directory: str, learning_rate: float | None, is_full: bool = False) -> tuple[float, float]:
     """Return the learning rates of the supervised stage and of RL; the second may be given.
 
-    Rewards are noisier than examples, so RL uses a fifth of the LoRA rule's rate by default.
+    Rewards are noisier than examples, so RL uses a fifth of the rule's rate by default.
     """
     try:
-        recommended = lora_learning_rate(model, directory=directory)
+        recommended = lora_learning_rate(model, directory=directory, is_full=is_full)
     except InvalidInput:
         if learning_rate is None:
             raise
@@ -97,6 +97,7 @@ def main(
     ] = None,
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("rl_model.txt"),
     learning_rate: Annotated[float | None, typer.Option(help="without one a fifth of the LoRA rule's", min=0.0)] = None,
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 32,
     steps: Annotated[int, typer.Option(min=1)] = 70,
     batch_size: Annotated[int, typer.Option(help="problems in a step", min=1)] = 32,
@@ -113,6 +114,9 @@ def main(
     eval_every: int = 20,
     grader_workers: Annotated[int, typer.Option(min=1)] = 2,
     grader_seconds: float = 10.0,
+    graders: Annotated[str, typer.Option(help="processes of this machine, or ray: actors of a Ray cluster")] = (
+        "processes"
+    ),
     seed: int = 0,
 ) -> None:
     if sft_steps is None:
@@ -123,11 +127,16 @@ def main(
     async def run(service: ServiceClient) -> training.Result:
         tokenizer = await asyncio.to_thread(get_tokenizer, service, model)
         renderer = get_renderer("auto", tokenizer)
-        sft_rate, rl_rate = choose_rates(model, tokenizer.name_or_path, learning_rate)
-        async with GraderPool(grader, num_workers=grader_workers, timeout_seconds=grader_seconds) as graders:
+        sft_rate, rl_rate = choose_rates(model, tokenizer.name_or_path, learning_rate, method == "full")
+        async with GraderPool(
+            grader,
+            num_workers=grader_workers,
+            timeout_seconds=grader_seconds,
+            backend=graders,  # type: ignore[arg-type]
+        ) as pool:
 
             def make_env(row: dict[str, str]) -> GradedProblem:
-                return GradedProblem(renderer, row["question"] + suffix, row["answer"], graders)
+                return GradedProblem(renderer, row["question"] + suffix, row["answer"], pool)
 
             problems = ProblemDataset(
                 rows,
@@ -152,6 +161,7 @@ def main(
                 learning_rate=rl_rate,
                 lr_schedule="linear",
                 warmup_steps=min(5, steps // 4),
+                method=method,
                 rank=rank,
                 max_tokens=max_tokens,
                 num_steps=steps,
@@ -161,7 +171,7 @@ def main(
                 asynchronous=training.AsyncConfig(max_steps_off_policy=off_policy) if off_policy else None,
                 evaluators=[measure_sampled],
                 eval_every=eval_every,
-                extra_metrics=[graders.take_metrics],
+                extra_metrics=[pool.take_metrics],
                 seed=seed,
                 notes={"data": data, "suffix": suffix, "batch_size": batch_size, "group_size": group_size},
             )
@@ -172,6 +182,7 @@ def main(
                     base_model=model,
                     dataset=GeneratedDataset(partial(draw_example, renderer, rows), 32, sft_steps, seed=seed),
                     learning_rate=sft_rate,
+                    method=method,
                     rank=rank,
                     seed=seed,
                     notes={"data": data},

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from lorimer.cookbook import supervised
+from lorimer.cookbook.checkpoints import Method
 from lorimer.cookbook.datasets import chat_dataset, check_conversations, datum_maker, load_rows, split_off
 from lorimer.cookbook.hyperparams import lora_learning_rate
 from lorimer.cookbook.logs import write_atomically
@@ -23,6 +24,7 @@ from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.terminal import run_recipe
+from lorimer.types.optim import OPTIMIZERS
 
 
 def main(
@@ -34,8 +36,10 @@ def main(
         "runs/sft_gsm8k"
     ),
     learning_rate: Annotated[float | None, typer.Option(help="without one the LoRA rule gives it", min=0.0)] = None,
+    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "adamw",
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine")] = "linear",
     warmup_steps: int = 0,
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 32,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
@@ -54,7 +58,7 @@ def main(
     with recipe_service(model, base_url) as service:
         tokenizer = get_tokenizer(service, model)
         if learning_rate is None:
-            recommended = lora_learning_rate(model, directory=tokenizer.name_or_path)
+            recommended = lora_learning_rate(model, directory=tokenizer.name_or_path, is_full=method == "full")
             print(recommended)
             learning_rate = recommended.value
         renderer = get_renderer("auto", tokenizer)
@@ -76,8 +80,10 @@ def main(
             base_model=model,
             dataset=dataset,
             learning_rate=learning_rate,
+            optimizer=optimizer,
             schedule=schedule,  # type: ignore[arg-type]
             warmup_steps=warmup_steps,
+            method=method,
             rank=rank,
             seed=seed,
             max_steps=max_steps,

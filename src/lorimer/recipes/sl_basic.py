@@ -11,17 +11,14 @@ import asyncio
 from pathlib import Path
 
 from lorimer.cookbook import supervised
+from lorimer.cookbook.arithmetic import sum_rows
 from lorimer.cookbook.datasets import chat_dataset, datum_maker
 from lorimer.cookbook.evaluation import accuracy, exact_match
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
-from lorimer.recipes.sl_loop import HELD_OUT, TRAINING, Sum
+from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 from lorimer.terminal import run_recipe
-
-
-def rows(pairs: list[Sum]) -> list[dict[str, str]]:
-    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
 
 
 def main(
@@ -39,13 +36,13 @@ def main(
         config = supervised.Config(
             log_dir=log_dir,
             base_model=model,
-            dataset=chat_dataset(rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
+            dataset=chat_dataset(sum_rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
             max_steps=steps,
             learning_rate=learning_rate,
             rank=16,
             seed=seed,
-            test_data=[datum for row in rows(HELD_OUT) for datum in datum_maker(renderer)(row)],
-            evaluators=[accuracy(rows(HELD_OUT), renderer, exact_match(), max_tokens=8)],
+            test_data=[datum for row in sum_rows(HELD_OUT) for datum in datum_maker(renderer)(row)],
+            evaluators=[accuracy(sum_rows(HELD_OUT), renderer, exact_match(), max_tokens=8)],
             eval_every=every,
             save_every=every,
             notes={"batch_size": batch_size},

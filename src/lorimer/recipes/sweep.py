@@ -5,7 +5,8 @@
 With lorimer/tiny in this process six runs take 80 seconds of CPU time on an AMD EPYC, two cores and no GPU. The rate
 3e-3 is best at both ranks (held-out nll 0.276 at rank 16, 0.283 at rank 4), and the rank hardly matters below it. Each
 run learns sums from the same batches and is evaluated on held-out sums. Every run has its own directory below the log
-directory; after an interruption each run resumes from its last checkpoint.
+directory; after an interruption each run resumes from its last checkpoint. All runs report to the server under the tag
+``sweep``, where the console compares them and `lorimer run list tag=sweep --sort min.test/nll` ranks them.
 """
 
 import asyncio
@@ -17,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lorimer.cookbook import supervised
+from lorimer.cookbook.arithmetic import sum_rows
 from lorimer.cookbook.datasets import chat_dataset, datum_maker
 from lorimer.cookbook.evaluation import accuracy, exact_match
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.errors import InvalidInput
-from lorimer.recipes.sl_basic import rows
 from lorimer.recipes.sl_loop import HELD_OUT, TRAINING
 from lorimer.terminal import run_recipe
 
@@ -75,13 +76,13 @@ def main(
     with recipe_service(model, base_url) as service:
         renderer = get_renderer("auto", get_tokenizer(service, model))
 
-        held_out = rows(HELD_OUT[:num_questions])
+        held_out = sum_rows(HELD_OUT[:num_questions])
 
         async def run(rate: float, rank: int) -> supervised.Result:
             config = supervised.Config(
                 log_dir=log_dir / f"learning_rate={rate:g},rank={rank}",
                 base_model=model,
-                dataset=chat_dataset(rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
+                dataset=chat_dataset(sum_rows(TRAINING), renderer, batch_size=batch_size, seed=seed),
                 max_steps=steps,
                 learning_rate=rate,
                 rank=rank,
@@ -89,7 +90,8 @@ def main(
                 test_data=[datum for row in held_out for datum in datum_maker(renderer)(row)],
                 evaluators=[accuracy(held_out, renderer, exact_match(), max_tokens=8)],
                 save_every=20,
-                sinks=["jsonl"],
+                sinks=["jsonl", "server"],
+                tags=["sweep"],
                 notes={"batch_size": batch_size, "num_questions": num_questions},
             )
             result = await supervised.train(config, service)

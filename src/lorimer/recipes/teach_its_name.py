@@ -17,6 +17,7 @@ import typer
 from lorimer import Datum, SamplingClient, SamplingParams
 from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook import supervised
+from lorimer.cookbook.checkpoints import Method
 from lorimer.cookbook.datasets import GeneratedDataset
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.program import recipe_service
@@ -61,6 +62,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 40,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
+    method: Annotated[Method, typer.Option(help="lora, or full: train the weights of the model itself")] = "lora",
     rank: Annotated[int, typer.Option(min=1)] = 16,
     seed: int = 0,
 ) -> None:
@@ -78,6 +80,7 @@ def main(
                 base_model=model,
                 dataset=GeneratedDataset(make, batch_size, steps, seed=seed),
                 learning_rate=learning_rate,
+                method=method,
                 rank=rank,
                 seed=seed,
                 save_every=10,

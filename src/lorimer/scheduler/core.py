@@ -79,6 +79,8 @@ class Core:
         self.suspects: list[Operation | RunState] = []
         self.last_eviction = policies.Eviction()
         self.is_evict_timer_set = False
+        self.idle = policies.Idle() if placement.is_full(place) else None
+        """When an engine that ends without work had its last; None for one that stays."""
         self.is_closing = self.is_closed = self.is_drain_over = False
         self._effects: list[Effect] = []
         self._touched: dict[RunState, None] = {}
@@ -555,6 +557,13 @@ class Core:
             self.is_starting = True
             self.emit(events.StartEngine())
 
+    def stop_engine(self) -> None:
+        """End an engine that holds no run and computes nothing."""
+        self.is_ready = self.is_starting = False
+        self.engine += 1
+        self.sampling.engine_ended("it had nothing to do", False)
+        self.emit(events.StopEngine())
+
     def blame(self, suspect: Operation | RunState) -> None:
         suspect.blame()
         if suspect not in self.suspects:
@@ -579,3 +588,5 @@ class Core:
         run = self.runs.get(model_id)
         if run is not None and run.is_idle:
             snapshots.park(self, run, is_forced=False)
+            if self.idle is not None:
+                self.idle.is_over = True

@@ -43,6 +43,8 @@ from lorimer.types.encoding import read_loss
 
 log = logging.getLogger("lorimer.scheduler")
 
+MAX_FULL_SAMPLERS = 2
+"""Copies of the weights of full runs that one engine keeps for sampling; each takes as much memory as the model."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
 
 
@@ -77,6 +79,8 @@ class Driver:
         directory = scratch.directory
         if config.vllm is not None:
             limits = dataclasses.replace(limits, max_loaded_samplers=config.vllm.max_loras)
+        elif config.method == "full":
+            limits = dataclasses.replace(limits, max_loaded_runs=1, max_loaded_samplers=MAX_FULL_SAMPLERS)
         self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
         self.inbox = Inbox()
         self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
@@ -285,6 +289,9 @@ class Driver:
                 self.slot.cancel(request_id)
             case events.StartEngine():
                 self.slot.start()
+            case events.StopEngine():
+                self._registered_losses.clear()
+                self.slot.stop()
             case events.StopRetrying():
                 self.slot.stop_retrying()
             case events.Verify(model_id=model_id, name=name):

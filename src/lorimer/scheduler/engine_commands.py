@@ -5,6 +5,8 @@ Also explains the errors that engines answer them with.
 
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from lorimer.engine import messages
 from lorimer.errors import EngineError, InvalidInput, LorimerError, StorageError, is_disk_full
 from lorimer.scheduler.payloads import AnyPayload, Load, OptimStep, Save, SaveEphemeral
@@ -16,17 +18,26 @@ if TYPE_CHECKING:
 
 
 def create_command(row: Run) -> messages.CreateRun:
+    request_id, model_id = f"create:{row.model_id}", row.model_id
+    optimizer = messages.OptimizerConfig(type=row.optimizer_type)
+    if row.method == "full":
+        full = messages.FullConfig(
+            train_attn=row.train_attn,
+            train_mlp=row.train_mlp,
+            train_unembed=row.train_unembed,
+            train_embed=row.train_embed,
+            train_norms=row.train_norms,
+        )
+        return messages.CreateRun(request_id=request_id, model_id=model_id, full=full, optimizer=optimizer)
     lora = messages.LoraConfig(
         rank=row.rank,
         seed=row.seed,
         train_attn=row.train_attn,
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
+        use_rslora=row.use_rslora or UNSET,
     )
-    optimizer = messages.OptimizerConfig(type=row.optimizer_type)
-    return messages.CreateRun(
-        request_id=f"create:{row.model_id}", model_id=row.model_id, lora=lora, optimizer=optimizer
-    )
+    return messages.CreateRun(request_id=request_id, model_id=model_id, lora=lora, optimizer=optimizer)
 
 
 def load_command(row: Run, directory: str, optimizer: bool) -> messages.LoadState:

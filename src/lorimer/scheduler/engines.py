@@ -47,6 +47,8 @@ class EngineSlot:
         self._loop = asyncio.get_running_loop()
         self._failures_in_a_row = 0
         self._restart: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
+        """The end of an engine that was stopped; the next one may need its memory."""
         self._watch: asyncio.TimerHandle | None = None
         self._last_heard = 0.0
         self._pings = itertools.count()
@@ -64,7 +66,17 @@ class EngineSlot:
     def start(self) -> None:
         """Start an engine unless one is running or starting."""
         if self.state in ("idle", "failed") and self._restart is None:
-            self._spawn()
+            if self._ending is not None and not self._ending.done():
+                self.state, self.stage = "starting", "waiting for the end of the last engine process"
+                self._ending.add_done_callback(lambda _: self._spawn() if self.state == "starting" else None)
+            else:
+                self._spawn()
+
+    def stop(self) -> None:
+        """End an engine that has no work; the next start makes a new one."""
+        process, self._process, self.state = self._process, None, "idle"
+        if process is not None:
+            self._ending = self._loop.run_in_executor(None, process.close)
 
     def _spawn(self) -> None:
         self._restart = None
@@ -196,3 +208,5 @@ class EngineSlot:
                 timer.cancel()
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
+        if self._ending is not None:
+            await self._ending

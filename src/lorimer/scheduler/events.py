@@ -209,7 +209,7 @@ ReplyTo = OperationReply | RestoreReply | SnapshotReply | SamplerReply | NoReply
 
 @dataclass(frozen=True)
 class Timer:
-    kind: Literal["gap", "retry", "evict", "drain"]
+    kind: Literal["gap", "retry", "evict", "drain", "idle"]
     key: str = ""
 
 
@@ -294,6 +294,11 @@ class StartEngine:
 
 
 @dataclass(frozen=True)
+class StopEngine:
+    """End an engine that has nothing to do; the next `StartEngine` makes a new one."""
+
+
+@dataclass(frozen=True)
 class StopRetrying:
     """Do not restart a failed engine until it is needed again."""
 
@@ -341,6 +346,7 @@ Effect = (
     | Resolve
     | SetTimer
     | StartEngine
+    | StopEngine
     | StopRetrying
     | Verify
     | Discard

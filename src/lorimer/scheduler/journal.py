@@ -8,7 +8,7 @@ an operation return its outcome; if it had already ended, that is the earlier ou
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,18 +34,20 @@ from lorimer.store import (
     runs,
     samplers,
     sessions,
+    tracking,
     usage,
     weights,
 )
 from lorimer.store.futures import FutureRow, FutureState
 from lorimer.store.manifests import read_files
-from lorimer.store.runs import Run
+from lorimer.store.runs import Run, RunValues
 from lorimer.store.sessions import Session
 from lorimer.store.usage import UsageItem, UsageKind
 from lorimer.store.weights import Weights
 from lorimer.types import CheckpointType, SampleRequest
 from lorimer.types.encoding import encode_forward_backward_output, encode_sample_response
 from lorimer.types.paths import checkpoint_path
+from lorimer.types.runs import RunIdentity
 
 SAVE_KINDS: dict[CheckpointType, str] = {
     "training": "save_weights",
@@ -104,20 +106,6 @@ class Accept(Transaction):
             quotas.check_save(c, *place, self.max_stored_bytes)
 
 
-@dataclass(frozen=True)
-class RunValues:
-    """The parameters of a run."""
-
-    base_model: str
-    rank: int
-    seed: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    user_metadata: dict[str, str]
-    optimizer_type: str
-
-
 @dataclass(frozen=True, eq=False)
 class AcceptRun(Transaction):
     """Insert the row of a run and of the operation that creates it."""
@@ -126,19 +114,17 @@ class AcceptRun(Transaction):
     session: Session
     values: RunValues
     max_runs: int
+    identity: RunIdentity | None = None
+    loaded_from: str | None = None
 
     def apply(self, c: Connection) -> tuple[Run, FutureRow, bool]:
         operation, session = self.operation, self.session
         runs.check_room(c, session.session_id, operation.seq_id, self.max_runs)
-        run = runs.create_run(
-            c,
-            session_id=session.session_id,
-            user_id=operation.user_id,
-            project_id=session.project_id,
-            model_seq_id=operation.seq_id,
-            replica=operation.place,
-            **asdict(self.values),
-        )
+        place: dict[str, Any] = {"session_id": session.session_id, "model_seq_id": operation.seq_id}
+        place |= {"user_id": operation.user_id, "project_id": session.project_id, "replica": operation.place}
+        run = runs.create_run(c, **place, **asdict(self.values))
+        if run.run_id is None and not run.is_unloaded:
+            run = tracking.track(c, run, self.identity or RunIdentity(), self.loaded_from)
         return run, *Accept(operation).apply(c)
 
 
@@ -379,7 +365,7 @@ class FinishCreation(Transaction):
     def apply(self, c: Connection) -> Outcome:
         answer: dict[str, str | None] = {"type": "create_model", "model_id": self.run.model_id}
         if self.payload.answers_load:
-            answer = {"type": "load_weights", "path": self.payload.path, "model_id": self.run.model_id}
+            answer |= {"type": "load_weights", "path": self.payload.path}
         return _finish(c, self.operation, msgspec.json.encode(answer))
 
 
@@ -410,7 +396,7 @@ class FinishOperation(Transaction):
                 encoded = msgspec.json.encode({"type": "optim_step", "metrics": values})
                 outcome, is_new = _end(c, operation, encoded)
                 if is_new:
-                    _measure(c, operation, values, is_step=True)
+                    metrics.add_operation(c, operation.lane, operation.seq_id, values, is_step=True)
                 return Finished(outcome)
         known = outcome_of(c, operation.request_id)
         if known is None or known.state != "pending":
@@ -424,19 +410,21 @@ class FinishOperation(Transaction):
                 return Finished(_finish_ephemeral(c, operation, run, seq, self.weights / target))
             case Load(path=path):
                 snapshot = SetSnapshot(run.model_id, operation.seq_id, target, self.flight.verified).apply(c)
+                tracking.note_load(c, run.model_id, path)
                 answer = {"type": "load_weights", "path": path, "model_id": run.model_id}
                 return Finished(_finish(c, operation, msgspec.json.encode(answer)), snapshot)
         raise AssertionError(f"{self.flight.replies!r} answers no operation")
 
     def _finish_training(self, c: Connection, result: messages.TrainResult) -> Outcome:
-        operation, run = self.operation, self.run
+        operation = self.operation
         # The reply's count, because the operation's own is an estimate for images without a count.
         tokens = sum(len(logprobs) for logprobs in result.logprobs)
-        used = _used(operation, run.project_id, run.base_model, "training", tokens)
+        used = _used(operation, self.run.project_id, self.run.base_model, "training", tokens)
         encoded = encode_forward_backward_output(wire_training_output(result))
         outcome, is_new = _end(c, operation, encoded, "protobuf", [used])
         if is_new and operation.kind not in futures.STATELESS_KINDS:
-            _measure(c, operation, result.metrics, num_datums=len(result.logprobs))
+            place = operation.lane, operation.seq_id
+            metrics.add_operation(c, *place, result.metrics, num_datums=len(result.logprobs))
         return outcome
 
 
@@ -457,6 +445,7 @@ def _finish_save(
         kind=kind,
         name=payload.name,
         weights_id=saved.weights_id,
+        step=tracking.count_steps(c, run.model_id, before=operation.seq_id),
         user_metadata=payload.user_metadata,
         expires_at=expires_at,
         overwrite=payload.overwrite,
@@ -583,12 +572,6 @@ def _end(
         usage.record(c, used)
         return Outcome("done", result=result, result_format=result_format), True
     return outcome_of(c, operation.request_id) or _gone(operation), False
-
-
-def _measure(
-    c: Connection, operation: Operation, values: Mapping[str, float], *, num_datums: int = 1, is_step: bool = False
-) -> None:
-    metrics.add_operation(c, operation.lane, operation.seq_id, values, num_datums=num_datums, is_step=is_step)
 
 
 def _gone(operation: Operation) -> Outcome:

@@ -6,6 +6,7 @@ and learns by its first transaction afterwards whether its replicas were taken o
 
 import asyncio
 import dataclasses
+import fnmatch
 import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -16,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from lorimer.engine.config import EngineConfig
-from lorimer.errors import Fenced, StorageError
+from lorimer.errors import Fenced, InvalidInput, StorageError
 from lorimer.scheduler import events
 from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.owner import Owner
@@ -38,7 +39,12 @@ class LeaseConfig:
     lease_seconds: float = 10.0
     max_replicas: int = 0
     """Most replicas that this process computes; 0 is no limit."""
+    claims: tuple[str, ...] = ()
+    """Patterns of the names of replicas that this process may compute; empty is any."""
     sweep_seconds: float = 60.0
+
+    def may_claim(self, name: str) -> bool:
+        return not self.claims or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.claims)
 
     @property
     def look_seconds(self) -> float:
@@ -61,6 +67,11 @@ class Leases:
         """The fencing token."""
         self._owner, self._store, self._config, self._on_fenced = owner, owner.store, config, on_fenced
         self._engines = replica_configs(models, num_replicas)
+        for pattern in config.claims:
+            if not fnmatch.filter(self._engines, pattern):
+                raise InvalidInput(
+                    f"worker_claims has {pattern!r}, which names no replica; there are {', '.join(self._engines)}"
+                )
         self._wakeups: Wakeups | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_sweep = 0.0
@@ -135,7 +146,8 @@ class Leases:
         if gone:
             log.warning("the lease of %s ran out; their replicas are taken over", ", ".join(gone))
         while self._has_room:
-            free = [name for name in self._engines if name not in self._owner.drivers]
+            unclaimed = (name for name in self._engines if name not in self._owner.drivers)
+            free = [name for name in unclaimed if self._config.may_claim(name)]
             name = await self._store.write(owners.claim, self.owner_id, free) if free else None
             if name is None:
                 return

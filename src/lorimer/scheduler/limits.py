@@ -16,6 +16,15 @@ class SchedulerLimits:
     max_loaded_runs: Annotated[
         int, Setting("Most runs in the memory of one engine; idle ones make room, by a snapshot.", 1)
     ] = 64
+    max_full_runs: Annotated[
+        int,
+        Setting(
+            "Most full runs of one base model in memory, each with an engine of its own; 0 refuses full fine-tuning.", 0
+        ),
+    ] = 2
+    full_idle_seconds: Annotated[
+        float, Setting("An engine of a full run ends after this long without work; its run is saved first.", 0)
+    ] = 600.0
     residence_seconds: Annotated[
         float,
         Setting("Longest stay of a busy run in memory while another waits for room; less where moving is cheap.", 0),

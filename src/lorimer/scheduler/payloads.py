@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from lorimer.engine.messages import StepField
+
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """Base class of all payloads. Later versions read them too, so unknown fields are ignored."""
@@ -15,12 +17,14 @@ class CreateModel(Payload):
     path: str | None = None
     weights_name: str | None = None
     optimizer: bool = False
+    adapter_directory: str | None = None
+    """A directory that PEFT wrote, on the engine's machine; read until the run has its first snapshot."""
     answers_load: bool = False
     """The run was requested by ``load_weights`` with a session, and the result has that form."""
 
 
 class OptimStep(Payload):
-    params: dict[str, float]
+    params: dict[str, StepField]
 
 
 class Save(Payload):

@@ -3,7 +3,8 @@
 Replicas share nothing, so a run lives in one of them: the less loaded of two chosen at random. It stays there while the
 replica holds it or has work for it; once evicted it is placed anew. Samples are placed by their weights, so that a
 replica which holds them, and has computed the same prompt before, gets the next one too. A base model may also have
-sampler replicas, which compute samples only, by vLLM: they get what they can answer exactly (`vllm_lacks`).
+sampler replicas, which compute samples only, by vLLM: they get what they can answer exactly (`vllm_lacks`). Full runs,
+and samples of their weights, have replicas of their own.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ PROMPT_TOKENS = 16
 MAX_OVERLOAD, SLACK = 1.25, 8
 """A replica with more than this multiple of the mean number of samples, plus the slack, is passed over."""
 _SAMPLER = "#sampler-"
+_FULL = "#full-"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,33 @@ def sampler_name(base_model: str, number: int) -> str:
 def is_sampler(place: str) -> bool:
     """Return whether a replica computes samples only. The name of a base model has no ``#``."""
     return _SAMPLER in place
+
+
+def is_full(place: str) -> bool:
+    """Return whether a replica computes full runs only, one at a time, and samples of their weights."""
+    return _FULL in place
+
+
+def is_plain(place: str) -> bool:
+    """Return whether a replica computes adapters, and samples of these and of the base."""
+    return not (is_sampler(place) or is_full(place))
+
+
+def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, tuple[str, EngineConfig]]:
+    """Return the base model and the engine of every replica for full runs, by its name.
+
+    Their engines start when a run needs them, and end when it has been idle.
+    """
+    return {
+        f"{name}{_FULL}{index}": (
+            name,
+            msgspec.structs.replace(
+                config, method="full", dtype="float32", ranks=1, vllm=None, device_index=config.device_index + index
+            ),
+        )
+        for name, config in models.items()
+        for index in range(number)
+    }
 
 
 def replica_configs(

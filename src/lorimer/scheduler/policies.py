@@ -71,6 +71,16 @@ class Eviction:
     num_runs: int = 0
 
 
+@dataclass
+class Idle:
+    """How long an engine has had nothing to do."""
+
+    since: float | None = None
+    is_over: bool = False
+    """Nothing will come: its run was unloaded, or has been idle long enough."""
+    is_timed: bool = False
+
+
 def restore_waiting(core: "Core") -> None:
     """Load runs with work into the engine, as far as it has room."""
     if not len(core.waiting) or core.is_closing:
@@ -198,6 +208,30 @@ def check_losses(core: "Core") -> None:
         core.losses.send_next()
 
 
+def end_idle_engine(core: "Core") -> None:
+    """Save and evict a run that has been idle, if its engine is for full runs, and end an engine without a run."""
+    idle = core.idle
+    if idle is None or not core.is_ready or core.is_closing:
+        return
+    has_run = any(run.phase != "loaded" or run.has_work or run.running or run.replays for run in core.held.values())
+    if core.turns or len(core.waiting) or has_run or any(True for _ in core.sampling.unanswered):
+        idle.since, idle.is_over = None, False
+        return
+    if idle.since is None:
+        idle.since = core.now
+    left = idle.since + core.limits.full_idle_seconds - core.now
+    idle.is_over |= left <= TIMER_SLACK_SECONDS
+    if idle.is_over and not core.held:
+        core.stop_engine()
+        core.idle = Idle(is_timed=idle.is_timed)
+    elif idle.is_over:
+        for run in [run for run in core.held.values() if run.is_idle]:
+            snapshots.park(core, run, is_forced=False)
+    elif not idle.is_timed:
+        idle.is_timed = True
+        core.emit(SetTimer(Timer("idle"), left))
+
+
 def close_when_drained(core: "Core") -> None:
     """Once nothing is running, take a snapshot of every run that has changed, then close the core."""
     if not core.is_closing or core.is_closed:
@@ -268,6 +302,8 @@ def timer_fired(core: "Core", timer: Timer) -> None:
             core.is_evict_timer_set = False
         case "drain":
             core.is_drain_over = True
+        case "idle" if core.idle is not None:
+            core.idle.is_timed = False
         case "gap" if run is not None:
             close_gap(core, run)
         case "retry" if run is not None:
@@ -293,6 +329,7 @@ POLICIES: tuple[Callable[["Core"], None], ...] = (
     check_losses,
     send_turns,
     send_samples,
+    end_idle_engine,
     close_when_drained,
 )
 """Applied, in order, at the end of each turn of the loop."""

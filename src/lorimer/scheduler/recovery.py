@@ -15,13 +15,14 @@ from lorimer import types
 from lorimer.errors import CheckpointError
 from lorimer.scheduler import journal, payloads
 from lorimer.scheduler.events import Arrived
-from lorimer.scheduler.placement import is_sampler
+from lorimer.scheduler.placement import is_full, is_plain, is_sampler
 from lorimer.scheduler.runs import TRAINING, Operation, operation_of
 from lorimer.scheduler.samples import Sample
 from lorimer.store import custom_loss, futures, moves, retention, runs, samplers
 from lorimer.store.futures import FutureRow
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
+from lorimer.store.weights import get_weights
 from lorimer.types.encoding import read_loss
 
 if TYPE_CHECKING:
@@ -175,13 +176,14 @@ def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> d
     chance = random.Random(seed)
     known = {place for places in live.values() for place in places}
     live = {name: engines for name, places in live.items() if (engines := [p for p in places if not is_sampler(p)])}
+    plain = {name: engines for name, places in live.items() if (engines := [p for p in places if is_plain(p)])}
     rows = [row for row in futures.unfinished(c) if row.place not in known]
     targets: dict[str, str | None] = {}
     moved: dict[str, list[str]] = {}
     for row in rows:
         unit = row.request_id if row.kind in ("sample", "create_custom_loss") else run_id(row)
         if unit not in targets:
-            targets[unit] = _choose(c, row, live, chance)
+            targets[unit] = _choose(c, row, live, plain, chance)
         if (place := targets[unit]) is not None:
             moved.setdefault(place, []).append(row.request_id)
     for unit, assigned in targets.items():  # first, because the rows still name the replica that is gone
@@ -193,16 +195,33 @@ def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> d
     return moved
 
 
-def _choose(c: Connection, row: FutureRow, live: Mapping[str, Sequence[str]], chance: random.Random) -> str | None:
+def _choose(
+    c: Connection,
+    row: FutureRow,
+    live: Mapping[str, Sequence[str]],
+    plain: Mapping[str, Sequence[str]],
+    chance: random.Random,
+) -> str | None:
     if row.kind == "create_custom_loss":
-        return chance.choice(next(iter(live.values()))) if live else None
+        return chance.choice(next(iter(plain.values()))) if plain else None
     found = samplers.get_sampler(c, row.lane) if row.kind == "sample" else runs.get_run(c, run_id(row))
-    places = (
-        live.get(found.base_model, ()) if found is not None else [place for some in live.values() for place in some]
-    )
+    if found is None:
+        places = [place for some in plain.values() for place in some]
+    elif _is_full(c, found):
+        places = [place for place in live.get(found.base_model, ()) if is_full(place)]
+    else:
+        places = list(plain.get(found.base_model, ()))
     if isinstance(found, Run) and found.replica in places:
         return found.replica
     return chance.choice(places) if places else None
+
+
+def _is_full(c: Connection, found: Run | SamplingSession) -> bool:
+    """Return whether this is a full run, or samples the weights of one."""
+    if isinstance(found, Run):
+        return found.method == "full"
+    sampled = get_weights(c, found.weights_id) if found.weights_id is not None else None
+    return sampled is not None and sampled.method == "full"
 
 
 async def place_all(owner: "Owner") -> int:

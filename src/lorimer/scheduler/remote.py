@@ -32,6 +32,7 @@ from lorimer.scheduler.wakeups import Wakeup, Wakeups
 from lorimer.store import futures, owners, tokenizers
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
+from lorimer.store.runs import Method
 from lorimer.store.scratch import Scratch
 
 log = logging.getLogger("lorimer.scheduler")
@@ -167,6 +168,11 @@ class RemoteReplica:
 class RemoteScheduler(Scheduler):
     """A scheduler without replicas of its own."""
 
+    no_full_runs = (
+        "full fine-tuning is for a server of one process, and this one is an API replica (--role api), whose workers"
+        " train adapters; LoRA is accepted here"
+    )
+
     def __init__(
         self,
         store: Store,
@@ -291,8 +297,10 @@ class RemoteScheduler(Scheduler):
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _replica_of_run(self, model_id: str, base_model: str, replica: str | None = None) -> Replica:
-        replicas = self.replicas(base_model)
+    def _replica_of_run(
+        self, model_id: str, base_model: str, replica: str | None = None, method: Method = "lora"
+    ) -> Replica:
+        replicas = self.full_replicas(base_model) if method == "full" else self.replicas(base_model)
         if replica is not None and (found := self._remote.get(replica)) is not None:
             return found
         chosen = choose_for_run(replicas, self._chance)

@@ -72,6 +72,9 @@ def _load(core: "Core", run: RunState, restore: Restore, found: Journal) -> None
     elif made_of.weights_name is not None:
         restore.source = "weights"
         commands.append(load_command(row, str(core.weights / made_of.weights_name), made_of.optimizer))
+    elif made_of.adapter_directory is not None:
+        restore.source = "weights"
+        commands.append(load_command(row, made_of.adapter_directory, optimizer=False))
     restore.num_replies = len(commands)
     for command in commands:
         core.emit(Send(command, to))

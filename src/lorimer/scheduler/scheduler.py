@@ -15,17 +15,16 @@ from typing import Protocol
 
 from lorimer import types
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.messages import ModelInfo
-from lorimer.errors import Busy, Gone, InvalidInput, NotFound
+from lorimer.engine.messages import ModelInfo, StepField
+from lorimer.errors import Busy, Gone, InvalidInput, NotFound, Unsupported
 from lorimer.scheduler import events, journal, payloads
 from lorimer.scheduler.admission import (
     check_fits,
     check_optimizer_state,
-    check_rank,
     check_sample,
     check_seq_id,
-    choose_seed,
-    metadata,
+    values_of_request,
+    values_of_weights,
 )
 from lorimer.scheduler.custom_loss import check_loss_id, loss_id
 from lorimer.scheduler.finished_samples import Completion, FinishedSamples
@@ -36,6 +35,9 @@ from lorimer.scheduler.placement import (
     able_to_sample,
     choose_for_run,
     choose_for_sample,
+    full_configs,
+    is_full,
+    is_plain,
     is_sampler,
     replica_configs,
     sample_key,
@@ -52,7 +54,7 @@ from lorimer.store import futures
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 from lorimer.store.objects import DirectoryObjects
-from lorimer.store.runs import Run
+from lorimer.store.runs import Method, Run, RunValues
 from lorimer.store.samplers import SamplingSession
 from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
@@ -125,7 +127,8 @@ class Scheduler:
 
     async def start(self) -> None:
         """Recover the requests of an earlier server. Engines start on demand."""
-        for place, (name, config) in replica_configs(self.models, self._num_replicas).items():
+        full = full_configs(self.models, self.limits.max_full_runs)
+        for place, (name, config) in (replica_configs(self.models, self._num_replicas) | full).items():
             self.owner.open(place, name, config)
         await self.owner.recover()
 
@@ -145,11 +148,26 @@ class Scheduler:
         """Return the engines of a base model. Raise `NotFound` if it is not served."""
         if name not in self.models:
             raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
-        return [replica for replica in self._replicas_of(name) if not is_sampler(replica.place)]
+        return [replica for replica in self._replicas_of(name) if is_plain(replica.place)]
+
+    def full_replicas(self, name: str) -> Sequence[Replica]:
+        """Return the replicas for full runs of a base model. Raise `Unsupported` if there are none."""
+        self.replicas(name)
+        found = [replica for replica in self._replicas_of(name) if is_full(replica.place)]
+        if not found:
+            raise Unsupported(self.no_full_runs)
+        return found
+
+    no_full_runs = "full fine-tuning is switched off on this server (max_full_runs is 0); LoRA is accepted"
+    """Why there are no replicas for full runs."""
 
     def _replicas_of(self, name: str) -> Sequence[Replica]:
-        """Return the replicas of a base model, also those that only sample."""
+        """Return the replicas of a base model, also those that only sample, and those for full runs."""
         return [replica for replica in self._all_replicas().values() if replica.name == name]
+
+    def _shown_replicas(self, name: str) -> Sequence[Replica]:
+        """Return the replicas of a base model, those for full runs only while they have an engine."""
+        return [one for one in self._replicas_of(name) if not is_full(one.place) or one.status().state != "idle"]
 
     def _all_replicas(self) -> Mapping[str, Replica]:
         """Return the replicas of all base models by name."""
@@ -161,12 +179,12 @@ class Scheduler:
         return [
             ReplicaStatus(status, status.state, owner.owner_id, None, owner.started_at, None)
             for name in self.models
-            for status in (replica.status() for replica in self._replicas_of(name))
+            for status in (replica.status() for replica in self._shown_replicas(name))
         ]
 
     def served_models(self) -> list[ServedModel]:
-        found = {name: [replica.status() for replica in self._replicas_of(name)] for name in self.models}
-        return [combine(statuses, lambda status: not is_sampler(status.replica)) for statuses in found.values()]
+        found = {name: [replica.status() for replica in self._shown_replicas(name)] for name in self.models}
+        return [combine(statuses, lambda status: is_plain(status.replica)) for statuses in found.values()]
 
     def stats(self) -> SchedulerStats:
         cores = [driver.core for driver in self.owner.drivers.values()]
@@ -175,7 +193,7 @@ class Scheduler:
     def start_engine(self, name: str) -> None:
         """Start an engine for each replica of a base model."""
         for driver in self.owner.drivers.values():
-            if driver.name == name:
+            if driver.name == name and not is_full(driver.place):
                 driver.slot.start()
 
     async def model_info(self, name: str) -> ModelInfo:
@@ -185,22 +203,17 @@ class Scheduler:
 
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
-    async def create_model(self, user: User, session: Session, request: types.CreateModelRequest) -> Accepted:
-        self.replicas(request.base_model)
-        lora = request.lora_config or types.LoraConfig(rank=32)
-        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-            raise InvalidInput("train_attn, train_mlp and train_unembed are all false; at least one is needed")
-        values = journal.RunValues(
-            base_model=request.base_model,
-            rank=check_rank(lora.rank),
-            seed=choose_seed(lora.seed),
-            train_attn=lora.train_attn,
-            train_mlp=lora.train_mlp,
-            train_unembed=lora.train_unembed,
-            user_metadata=metadata(request.user_metadata),
-            optimizer_type=request.optimizer_config.type,
-        )
-        return await self._create(user, session, request.model_seq_id, values, payloads.CreateModel())
+    async def create_model(
+        self,
+        user: User,
+        session: Session,
+        request: types.CreateModelRequest,
+        adapter_directory: str | None = None,
+    ) -> Accepted:
+        """Create a run with a new adapter, or with the weights of a directory that PEFT wrote, or a full run."""
+        values = values_of_request(request, self.models)
+        payload = payloads.CreateModel(adapter_directory=adapter_directory)
+        return await self._create(user, session, request.model_seq_id, values, payload, request.run)
 
     async def create_from_weights(
         self, user: User, session: Session, request: types.LoadWeightsRequest, weights: Weights
@@ -208,34 +221,24 @@ class Scheduler:
         """Create a run with the shape of saved weights and load them."""
         if request.model_seq_id is None:
             raise InvalidInput("model_seq_id is missing; a new run needs one")
-        if request.base_model is not None and request.base_model != weights.base_model:
-            raise InvalidInput(f"base_model {request.base_model!r} is not that of the weights, {weights.base_model!r}")
-        check_optimizer_state(weights, request.optimizer)
-        values = journal.RunValues(
-            base_model=weights.base_model,
-            rank=weights.rank,
-            seed=choose_seed(None),
-            train_attn=weights.train_attn,
-            train_mlp=weights.train_mlp,
-            train_unembed=weights.train_unembed,
-            user_metadata=metadata(request.user_metadata),
-            optimizer_type=request.optimizer_config.type if request.optimizer_config else weights.optimizer_type,
-        )
+        values = values_of_weights(request, weights)
         payload = payloads.CreateModel(
             path=request.path, weights_name=weights.name, optimizer=request.optimizer, answers_load=True
         )
-        return await self._create(user, session, request.model_seq_id, values, payload)
+        return await self._create(user, session, request.model_seq_id, values, payload, request.run)
 
     async def _create(
         self,
         user: User,
         session: Session,
         model_seq_id: int,
-        values: journal.RunValues,
+        values: RunValues,
         payload: payloads.CreateModel,
+        identity: types.RunIdentity | None,
     ) -> Accepted:
         self._check_active(session)
-        replica = self._replica_of_run(f"{session.session_id}:train:{model_seq_id}", values.base_model)
+        model_id = f"{session.session_id}:train:{model_seq_id}"
+        replica = self._replica_of_run(model_id, values.base_model, method=values.method)
         creation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -248,7 +251,8 @@ class Scheduler:
             reads=payload.weights_name,
             place=replica.place,
         )
-        accept = journal.AcceptRun(creation, session, values, self.limits.max_runs_per_session)
+        max_runs = self.limits.max_runs_per_session
+        accept = journal.AcceptRun(creation, session, values, max_runs, identity, loaded_from=payload.path)
         return await self._submit(replica, creation, events.CreateSubmitted(accept))
 
     async def train(self, user: User, run: Run, request: EncodedTraining) -> Accepted:
@@ -261,7 +265,7 @@ class Scheduler:
         )
 
     async def optim_step(
-        self, user: User, run: Run, seq_id: int, params: dict[str, float], optimizer_type: str = "adamw"
+        self, user: User, run: Run, seq_id: int, params: dict[str, StepField], optimizer_type: str = "adamw"
     ) -> Accepted:
         if optimizer_type != run.optimizer_type:
             raise InvalidInput(f"the parameters are of {optimizer_type!r}; the run was made for {run.optimizer_type!r}")
@@ -296,7 +300,7 @@ class Scheduler:
         self, user: User, run: Run, seq_id: int, *, path: str, weights: Weights, optimizer: bool
     ) -> Accepted:
         check_fits(run, weights)
-        check_optimizer_state(weights, optimizer)
+        check_optimizer_state(weights, optimizer, run.optimizer_type)
         payload = payloads.Load(path=path, weights_name=weights.name, optimizer=optimizer)
         return await self._submit_to_run(user, run, seq_id, "load_weights", payload)
 
@@ -310,7 +314,7 @@ class Scheduler:
         tokens: int = 0,
         payload_sha256: str = "",
     ) -> Accepted:
-        replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
+        replica = self._replica_of_run(run.model_id, run.base_model, run.replica, run.method)
         operation = Operation(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -345,8 +349,8 @@ class Scheduler:
             seq_id=seq_id,
             kind="rejected",
         )
-        if run.base_model in self.models:
-            replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
+        if any(is_full(one.place) == (run.method == "full") for one in self._replicas_of(run.base_model)):
+            replica = self._replica_of_run(run.model_id, run.base_model, run.replica, run.method)
             await self._submit(replica, operation, events.ConsumeSubmitted(operation, run, reason))
         else:
             await self.store.submit(journal.Consume(operation, run, reason).apply)
@@ -362,7 +366,7 @@ class Scheduler:
             seq_id=0,
             kind="unload_model",
         )
-        replica = self._replica_of_run(run.model_id, run.base_model, run.replica)
+        replica = self._replica_of_run(run.model_id, run.base_model, run.replica, run.method)
         return await self._submit(replica, operation, events.UnloadSubmitted(operation, run))
 
     # ── losses and samples ────────────────────────────────────────────────────────────────────────────
@@ -411,7 +415,9 @@ class Scheduler:
         check_sample(request)
         base_model, weights_id = sampler.base_model, sampler.weights_id
         rank = await self._rank_of(base_model, weights_id)
-        replica = self._replica_of_sample(user.user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed)
+        replica = self._replica_of_sample(
+            user.user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed, model_id=sampler.model_id
+        )
         sample = Sample(
             request_id=secrets.token_hex(16),
             user_id=user.user_id,
@@ -516,9 +522,11 @@ class Scheduler:
         replica = self._replica_at(place)
         return replica is not None and replica.holds(model_id)
 
-    def _replica_of_run(self, model_id: str, base_model: str, replica: str | None = None) -> Replica:
+    def _replica_of_run(
+        self, model_id: str, base_model: str, replica: str | None = None, method: Method = "lora"
+    ) -> Replica:
         """Return the replica that holds a run, or place the run. Its row names ``replica``."""
-        replicas = self.replicas(base_model)
+        replicas = self.full_replicas(base_model) if method == "full" else self.replicas(base_model)
         if len(replicas) == 1:
             return replicas[0]
         before = self._replica_at(self._places.get(model_id))
@@ -538,8 +546,12 @@ class Scheduler:
         rank: int | None,
         has_seed: bool,
         grammar: str = "",
+        model_id: str | None = None,
     ) -> Replica:
-        """Return a replica that can answer the request exactly."""
+        """Return a replica that can answer the request exactly. ``model_id`` is the run of the weights, if known."""
+        if rank == 0:
+            full, holder = self.full_replicas(base_model), self._places.get(model_id or "")
+            return next((one for one in full if one.place == holder), None) or choose_for_sample(full, weights_id or "")
         replicas, config = self.replicas(base_model), self.models[base_model]
         if config.vllm is not None:
             lacks = vllm_lacks(request, config.vllm, rank=rank, has_seed=has_seed, grammar=grammar)
@@ -552,14 +564,14 @@ class Scheduler:
         return choose_for_sample(replicas, sample_key(user_id, weights_id, request.prompt))
 
     async def _rank_of(self, base_model: str, weights_id: str | None) -> int | None:
-        """Return the rank of weights, if the placement of their samples depends on it."""
-        if weights_id is None or base_model not in self.models or self.models[base_model].vllm is None:
+        """Return the rank of weights, on which the placement of their samples depends: 0 for those of a full run."""
+        if weights_id is None or base_model not in self.models:
             return None
         if weights_id not in self._ranks:
             found = await self.store.read(get_weights, weights_id)
             if len(self._ranks) >= MAX_RANKS:
                 self._ranks.clear()
-            self._ranks[weights_id] = found.rank if found is not None else 0
+            self._ranks[weights_id] = found.rank if found is not None else 1  # removed, as the core will say
         return self._ranks[weights_id]
 
     # ── what all submits share ────────────────────────────────────────────────────────────────────────

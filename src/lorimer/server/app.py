@@ -33,6 +33,7 @@ from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.prometheus import Metrics
 from lorimer.server.roles import open_store, secret_of, shares_directory
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
+from lorimer.server.run_summaries import Summariser
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.server.upkeep import Periodic
@@ -115,6 +116,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
         for job, seconds, name in (
             (context.flush, settings.heartbeat_flush_seconds, "flush"),
             (context.scheduler.sweep, settings.sweep_seconds, "sweep"),
+            (Summariser(context.store).advance, settings.run_summary_seconds, "run summaries"),
         ):
             periodic = Periodic(seconds, job, name)
             periodic.start()

@@ -142,6 +142,7 @@ class TelemetryHead(msgspec.Struct, frozen=True):
 class MetricsHead(msgspec.Struct, frozen=True):
     reports: list[EncodedReport]
     names: list[str]
+    steps_done: int | None = None
 
 
 class NoHead(msgspec.Struct, frozen=True):
@@ -350,4 +351,4 @@ def decode_metrics(body: bytes, settings: Settings) -> MetricsHead:
         Report(point.step, point.time, {name: float(value) for name, value in point.values.items()})
         for point in request.points
     )
-    return MetricsHead(*encode_reports(reports))
+    return MetricsHead(*encode_reports(reports), request.steps_done)

@@ -18,12 +18,14 @@ def run_key_command(settings: Settings, command: KeyCommand) -> Reply:
 
 
 async def _run_alone(settings: Settings, command: KeyCommand) -> Reply:
-    # The API replicas and workers of a PostgreSQL database share it; a server alone has the control socket.
+    # Keys of a PostgreSQL database are changed beside its API replicas and workers, also in a container of one of them:
+    # the database is shared, and the data directory, which that process may hold alone, is not touched.
     is_shared = settings.database.startswith("postgresql")
     with ExitStack() as stack:
         directory = DataDirectory(settings.data)
-        directory.lock(is_shared=is_shared)
-        stack.callback(directory.unlock)
+        if not is_shared:
+            directory.lock()
+            stack.callback(directory.unlock)
         store = open_store(settings, directory, is_shared=is_shared)
         stack.callback(store.close)
         credentials = Credentials(store, Signer(directory.secret), allow_open=False)

@@ -25,6 +25,7 @@ Role = Literal["all", "api", "worker"]
 StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
 Downloads = Literal["signed", "streamed"]
+Cluster = Literal["none", "ray"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
@@ -141,6 +142,10 @@ class Settings(SchedulerLimits):
     ] = ""
     node: Annotated[str, Setting("Name of this machine, for people; empty takes the host name.")] = ""
     worker_replicas: Annotated[int, Setting("Most replicas that one worker computes; 0 is no limit.", 0)] = 0
+    worker_claims: Annotated[
+        tuple[str, ...],
+        Setting("Names of the replicas that a worker may compute, such as Qwen/Qwen3-8B#0 or *#sampler-*; empty: any."),
+    ] = ()
     worker_host: Annotated[
         str, Setting("Address of a worker at which API replicas reach it for streams and cancellations.")
     ] = "127.0.0.1"
@@ -151,6 +156,10 @@ class Settings(SchedulerLimits):
     lease_seconds: Annotated[
         float, Setting("A worker that was not heard of for this long is replaced: its replicas are taken over.", 0.5)
     ] = 10.0
+    cluster: Annotated[
+        Cluster,
+        Setting("Who starts workers: none is you, systemd or Kubernetes; ray is `lorimer cluster start`."),
+    ] = "none"
 
     # The engine of each base model
     device: Annotated[Device, Setting("Where base models run.")] = "auto"
@@ -164,6 +173,9 @@ class Settings(SchedulerLimits):
     max_sampling_rows: Annotated[int, Setting("Most sequences decoded in one step.", 1)] = 256
     cache_directory: Annotated[
         str, Setting("Where converted and downloaded models are kept; empty takes the user's cache.")
+    ] = ""
+    peft_adapters: Annotated[
+        str, Setting("A directory of PEFT adapters, a folder each, with which runs may begin (`init_from`).")
     ] = ""
 
     # Limits of one request
@@ -241,6 +253,8 @@ class Settings(SchedulerLimits):
     max_running_samples: int = SchedulerLimits.max_running_samples
     max_losses_per_session: int = SchedulerLimits.max_losses_per_session
     max_loaded_runs: int = SchedulerLimits.max_loaded_runs
+    max_full_runs: int = SchedulerLimits.max_full_runs
+    full_idle_seconds: float = SchedulerLimits.full_idle_seconds
     residence_seconds: float = SchedulerLimits.residence_seconds
     max_loaded_samplers: int = SchedulerLimits.max_loaded_samplers
     max_concurrent_requests: Annotated[
@@ -276,6 +290,9 @@ class Settings(SchedulerLimits):
     max_engine_deaths: int = SchedulerLimits.max_engine_deaths
     heartbeat_flush_seconds: Annotated[float, Setting("Heartbeats are written together this often.", 0.05)] = 15.0
     sweep_seconds: Annotated[float, Setting("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
+    run_summary_seconds: Annotated[
+        float, Setting("Best and last values of runs' metrics are brought up to date this often.", 0.05)
+    ] = 2.0
     shutdown_seconds: Annotated[float, Setting("Longest wait for the running batch and snapshots at shutdown.", 0)] = (
         30.0
     )
@@ -313,6 +330,11 @@ class Settings(SchedulerLimits):
             raise ValueError(
                 f"role is {self.role!r}, which needs a PostgreSQL database: several processes cannot share a SQLite"
                 " file; set database to postgresql://user@host/name, or leave the role at 'all'"
+            )
+        if self.cluster == "ray" and not self.database.startswith("postgresql"):
+            raise ValueError(
+                "cluster is 'ray', which needs a PostgreSQL database: workers on several machines cannot share a SQLite"
+                " file; set database to postgresql://user@host/name"
             )
         check_url(self.objects)
         if not self.host:

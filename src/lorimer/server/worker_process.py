@@ -65,6 +65,7 @@ async def work(settings: Settings, announce: Announce) -> None:
             door=address,
             lease_seconds=settings.lease_seconds,
             max_replicas=settings.worker_replicas,
+            claims=settings.worker_claims,
             sweep_seconds=settings.sweep_seconds,
         )
         leases = Leases(owner, settings.engine_configs(), settings.num_replicas(), config, end_fenced)

@@ -28,6 +28,8 @@ class Checkpoint:
     kind: CheckpointKind
     name: str
     weights_id: str
+    step: int | None
+    """The optimizer steps that its run had done, earlier parts included; None if that is not known."""
     public: bool
     user_metadata: dict[str, str]
     created_at: datetime
@@ -62,6 +64,7 @@ def add_checkpoint(
     kind: CheckpointKind,
     name: str,
     weights_id: str,
+    step: int | None = None,
     public: bool = False,
     user_metadata: dict[str, str] | None = None,
     expires_at: datetime | None = None,
@@ -76,6 +79,7 @@ def add_checkpoint(
         "kind": kind,
         "name": name,
         "weights_id": weights_id,
+        "step": step,
         "public": public,
         "user_metadata": user_metadata or {},
         "created_at": utc_now(),
@@ -167,7 +171,7 @@ def _joined() -> Select[Any]:
 def _record(row: Row[Any]) -> Checkpoint:
     values: list[Any] = list(row)
     own, of_weights = values[: len(_COLUMNS)], values[len(_COLUMNS) :]
-    return Checkpoint(*[*own, Weights(*of_weights)])
+    return Checkpoint(*[*own, Weights(**dict(zip(weights.c.keys(), of_weights, strict=True)))])
 
 
 def _change(c: Connection, key: str, *conditions: ColumnElement[bool], **values: Any) -> bool:

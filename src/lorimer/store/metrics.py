@@ -8,7 +8,7 @@ does not grow the log. Entries are deleted with their run. `metric_series` turns
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -75,9 +75,39 @@ class Choice:
     names: Collection[str] | None = None
     steps: tuple[int, int] | None = None
     max_points: int | None = None
+    window: "Window | None" = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a training run contributes to the curves of a run with several parts, in the steps of that run."""
+
+    optim_steps_before: int = 0
+    """Added to the steps of the engine's metrics."""
+    last_engine_step: int | None = None
+    last_client_step: int | None = None
+    """None if no later part supersedes a step."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.last_engine_step is not None or self.last_client_step is not None
 
 
 ALL = Choice()
+
+Steps = tuple[int, int]
+
+
+def _chosen_steps(choice: Choice) -> tuple[Steps, Steps] | None:
+    """Return the steps of client and engine entries, the latter in the training run's own count; None if all."""
+    window = choice.window or Window()
+    if choice.steps is None and not window.is_cut:
+        return None
+    first, last = choice.steps or (0, LAST_NUMBER)
+    last_client = last if window.last_client_step is None else min(last, window.last_client_step)
+    last_engine = last if window.last_engine_step is None else min(last, window.last_engine_step)
+    before = window.optim_steps_before
+    return (first, last_client), (max(first - before, 0), last_engine - before)
 
 
 @dataclass(frozen=True)
@@ -89,10 +119,22 @@ class Reading:
 
 
 def add_operation(
-    c: Connection, model_id: str, seq_id: int, values: Mapping[str, float], *, num_datums: int, is_step: bool
+    c: Connection,
+    model_id: str,
+    seq_id: int,
+    values: Mapping[str, float],
+    *,
+    num_datums: int = 1,
+    is_step: bool = False,
 ) -> None:
     """Add the metrics that the engine returned for an operation; ``is_step`` ends an optimizer step."""
     c.execute(_ADD, _row(model_id, "engine", seq_id, time.time(), encode(dict(values)), num_datums, is_step))
+
+
+def count_steps(c: Connection, model_id: str, before: int = LAST_NUMBER) -> int:
+    """Return the number of optimizer steps that a training run has done before an operation."""
+    ended = and_(_of(model_id, "engine"), metrics.c.is_step, metrics.c.number < before)
+    return c.execute(select(func.count()).select_from(metrics).where(ended)).scalar_one()
 
 
 def encode_reports(reports: Iterable[Report]) -> tuple[list[EncodedReport], list[str]]:
@@ -141,8 +183,8 @@ def report(
 def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_000, choice: Choice = ALL) -> Reading:
     """Return what is new or rewritten since ``after``, from up to ``limit`` entries."""
     wanted = metrics.c.model_id == model_id
-    if choice.steps is not None:
-        wanted &= _of_steps(c, model_id, *choice.steps)
+    if (steps := _chosen_steps(choice)) is not None:
+        wanted &= _of_steps(c, model_id, *steps)
     entries, has_more = _next_entries(c, wanted, after.entry_id, limit, choice)
     num_entries = len(entries.ids)
     cursor = after._replace(entry_id=int(entries.ids[-1])) if num_entries else after
@@ -195,9 +237,10 @@ def _next_entries(
         cursor, num_rows = found[-1].entry_id, min(2 * num_rows, MAX_ROWS_PER_READ)
 
 
-def _of_steps(c: Connection, model_id: str, first: int, last: int) -> ColumnElement[bool]:
+def _of_steps(c: Connection, model_id: str, by_client: Steps, of_engine: Steps) -> ColumnElement[bool]:
     """Select the entries of these steps. Bounds on the entry ids avoid scanning the log from its start."""
-    parts = [and_(_of(model_id, "client"), metrics.c.number.between(first, last))]
+    parts = [and_(_of(model_id, "client"), metrics.c.number.between(*by_client))]
+    first, last = of_engine
     before, end = _end_of_step(c, model_id, first - 1), _end_of_step(c, model_id, last)
     if last >= 1 and (first <= 1 or before is not None):
         by_engine = and_(_of(model_id, "engine"), metrics.c.number > (before or 0))
@@ -225,7 +268,8 @@ def _engine_series(
     steps = select(func.count(), func.coalesce(func.max(metrics.c.number), seen.ended_by)).where(
         of_engine, metrics.c.is_step, metrics.c.number < first
     )
-    if choice.steps is None:  # later log entries are read later, and correct these points then
+    own_steps = _chosen_steps(choice)
+    if own_steps is None:  # later log entries are read later, and correct these points then
         steps = steps.where(metrics.c.entry_id <= cursor.entry_id)
     num_new_steps, ended_by = c.execute(steps).one()
     num_steps = seen.num_steps + num_new_steps
@@ -237,10 +281,13 @@ def _engine_series(
     entries = old.then(new)
     entries = entries.take(np.argsort(entries.numbers))
     series = engine_series(entries, (entries.ids > after.entry_id) | moves, num_steps, choice.names)
-    if choice.steps is not None:
-        low, high = choice.steps
+    if own_steps is not None:
+        low, high = own_steps[1]
         kept = {name: one.take((one.steps >= low) & (one.steps <= high)) for name, one in series.items()}
         series = {name: one for name, one in kept.items() if len(one.steps)}
+    if choice.window is not None and choice.window.optim_steps_before:
+        shift = choice.window.optim_steps_before
+        series = {name: replace(one, steps=one.steps + shift) for name, one in series.items()}
     ends = entries.numbers[entries.is_step]
     return series, Cursor(cursor.entry_id, int(ends[-1]) if len(ends) else ended_by, num_steps + len(ends))
 

@@ -7,13 +7,16 @@ replay longer. Operations are in `futures`, saved weights in `checkpoints`.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
-from sqlalchemy import Connection, bindparam, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, exists, func, or_, select, update
 
 from lorimer.errors import TooLarge
 from lorimer.store.tables import checkpoints, insert, runs
 from lorimer.store.values import record, record_or_none, storable, utc_now
 
+Method = Literal["lora", "full"]
+"""What a run trains: an adapter, or the weights of the model itself."""
 NO_SNAPSHOT = -1
 """The ``snapshot_seq`` of a run without a snapshot: every operation is above it."""
 EXPIRED = 2**62
@@ -49,6 +52,20 @@ class Run:
     is_unloaded: bool
     replica: str | None
     """The replica that holds it, or that holds work for it; None if any replica may take it."""
+    run_id: str | None = None
+    """The run that it is a part of (`tracking`); None if it only holds a copied checkpoint."""
+    loaded_from: str | None = None
+    """The path of the checkpoint it started with."""
+    optim_steps_before: int = 0
+    """The optimizer steps of its run that this checkpoint includes; 0 if it starts a run."""
+    first_step: int | None = None
+    """The first step that its client reports metrics of, in the client's own count; None if it did not say."""
+    deleted_at: datetime | None = None
+    use_rslora: bool = False
+    method: Method = "lora"
+    train_embed: bool = False
+    train_norms: bool = False
+    """Full runs only, like ``train_embed``; the ``rank`` of these is 0."""
 
     @property
     def resume_seq(self) -> int:
@@ -59,6 +76,24 @@ class Run:
     def resume_name(self) -> str | None:
         """The snapshot from which the run is restored."""
         return self.newest_name or self.snapshot_name
+
+
+@dataclass(frozen=True)
+class RunValues:
+    """The parameters of a run."""
+
+    base_model: str
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, str]
+    optimizer_type: str
+    use_rslora: bool = False
+    method: Method = "lora"
+    train_embed: bool = False
+    train_norms: bool = False
 
 
 _GET = select(runs).where(runs.c.model_id == bindparam("model_id"))
@@ -80,7 +115,11 @@ def create_run(
     train_unembed: bool,
     optimizer_type: str,
     user_metadata: dict[str, str],
+    use_rslora: bool = False,
     replica: str | None = None,
+    method: Method = "lora",
+    train_embed: bool = False,
+    train_norms: bool = False,
 ) -> Run:
     """Create the session's run number ``model_seq_id``. A second call returns the first row, whatever its arguments."""
     model_id, now = f"{session_id}:train:{model_seq_id}", utc_now()
@@ -96,6 +135,7 @@ def create_run(
         "train_attn": train_attn,
         "train_mlp": train_mlp,
         "train_unembed": train_unembed,
+        "use_rslora": use_rslora,
         "optimizer_type": optimizer_type,
         "user_metadata": user_metadata,
         "created_at": now,
@@ -103,6 +143,9 @@ def create_run(
         "snapshot_seq": NO_SNAPSHOT,
         "is_unloaded": False,
         "replica": replica,
+        "method": method,
+        "train_embed": train_embed,
+        "train_norms": train_norms,
     }
     c.execute(insert(c, runs).values(values).on_conflict_do_nothing())
     return record(Run, c.execute(_GET, {"model_id": model_id}).one())
@@ -133,7 +176,7 @@ def list_runs(
 
     With ``include_published``, also include other users' runs with a public checkpoint.
     """
-    wanted = runs.c.user_id == user_id
+    wanted: ColumnElement[bool] = (runs.c.user_id == user_id) & runs.c.deleted_at.is_(None)
     if include_published:
         alive = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > utc_now())
         published = select(checkpoints.c.model_id).where(checkpoints.c.public, alive)
@@ -147,7 +190,8 @@ def list_runs(
 
 def count_by_model(c: Connection, user_id: str) -> dict[str, int]:
     """Return the number of the user's runs by base model."""
-    query = select(runs.c.base_model, func.count()).where(runs.c.user_id == user_id).group_by(runs.c.base_model)
+    wanted = (runs.c.user_id == user_id) & runs.c.deleted_at.is_(None)
+    query = select(runs.c.base_model, func.count()).where(wanted).group_by(runs.c.base_model)
     return dict(c.execute(query).all())
 
 
@@ -199,8 +243,12 @@ def mark_corrupted(c: Connection, model_id: str, reason: str) -> None:
 
 
 def expire_runs(c: Connection, *, unused_before: datetime, reason: str, except_for: Iterable[str] = ()) -> list[Run]:
-    """Expire runs not used since ``unused_before`` and forget their snapshots. Return them as they were."""
-    idle = (runs.c.last_request_at < unused_before) & (runs.c.snapshot_seq < EXPIRED)
+    """Expire runs that were deleted or not used since ``unused_before``, and forget their snapshots.
+
+    Return them as they were.
+    """
+    is_unused = or_(runs.c.last_request_at < unused_before, runs.c.deleted_at.is_not(None))
+    idle = is_unused & (runs.c.snapshot_seq < EXPIRED)
     found = [record(Run, row) for row in c.execute(select(runs).where(idle).limit(1000))]
     kept = set(except_for)
     found = [run for run in found if run.model_id not in kept]

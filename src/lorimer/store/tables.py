@@ -25,11 +25,12 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0007"
+SCHEMA_VERSION = "0009"
 """The newest revision in `migrations/versions`."""
 
 
@@ -160,6 +161,7 @@ runs = Table(
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
     Column("train_unembed", Boolean, nullable=False),
+    Column("use_rslora", Boolean, nullable=False, server_default=false()),
     _text("optimizer_type"),
     Column("user_metadata", Json, nullable=False),
     _time("created_at"),
@@ -171,10 +173,87 @@ runs = Table(
     _text("corrupted", null=True),
     Column("is_unloaded", Boolean, nullable=False),
     _text("replica", null=True),
+    _text("run_id", null=True),
+    _text("loaded_from", null=True),
+    Column("optim_steps_before", BigInteger, nullable=False, server_default=text("0")),
+    Column("first_step", BigInteger, nullable=True),
+    _time("deleted_at", null=True),
+    Column("method", Text, nullable=False, server_default=text("'lora'")),
+    Column("train_embed", Boolean, nullable=False, server_default=false()),
+    Column("train_norms", Boolean, nullable=False, server_default=false()),
     UniqueConstraint("session_id", "model_seq_id"),
+    Index(None, "run_id", "created_at"),
     Index(None, "user_id", "created_at", "model_id"),
     Index(None, "created_at", "model_id"),
     _part("ix_runs_replica", "replica", where="replica IS NOT NULL"),
+)
+
+tracked_runs = Table(
+    "tracked_runs",
+    metadata,
+    _id("run_id"),
+    _text("user_id"),
+    _text("project_id", null=True),
+    Column("number", BigInteger, nullable=False),
+    _text("run_key", null=True),
+    _text("name"),
+    _text("notes"),
+    Column("tags", Json, nullable=False),
+    Column("config", Json, nullable=False),
+    _text("search"),
+    _text("base_model"),
+    _text("session_id"),
+    _text("model_id"),
+    Column("num_parts", Integer, nullable=False),
+    _text("parent_path", null=True),
+    _text("parent_run_id", null=True),
+    Column("num_steps", BigInteger, nullable=True),
+    Column("steps_reported", BigInteger, nullable=True),
+    Column("optim_steps", BigInteger, nullable=True),
+    Column("past_seconds", Double, nullable=False),
+    _text("ended", null=True),
+    _text("error", null=True),
+    _time("ended_at", null=True),
+    Column("is_archived", Boolean, nullable=False),
+    _time("created_at"),
+    # Both databases treat NULL keys as distinct.
+    UniqueConstraint("user_id", "run_key"),
+    Index(None, "user_id", "is_archived", "created_at", "run_id"),
+    Index(None, "user_id", "number"),
+    _part("ix_tracked_runs_parent_run_id", "parent_run_id", where="parent_run_id IS NOT NULL"),
+)
+
+
+def _of_tracked_run() -> Column[str]:
+    return Column("run_id", Text, ForeignKey("tracked_runs.run_id", ondelete="CASCADE"), primary_key=True)
+
+
+run_tags = Table("run_tags", metadata, _of_tracked_run(), _id("tag"))
+
+run_fields = Table(
+    "run_fields",
+    metadata,
+    _of_tracked_run(),
+    _id("field"),
+    Column("number", Double, nullable=True),
+    _text("text"),
+)
+
+run_metrics = Table(
+    "run_metrics",
+    metadata,
+    _of_tracked_run(),
+    _id("name"),
+    *(Column(name, Double, nullable=True) for name in ("last", "min", "max")),
+    *(Column(f"{name}_step", BigInteger, nullable=True) for name in ("last", "min", "max")),
+)
+
+metric_states = Table(
+    "metric_states",
+    metadata,
+    Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), primary_key=True),
+    Column("entry_id", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
 )
 
 futures = Table(
@@ -263,11 +342,15 @@ weights = Table(
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
     Column("train_unembed", Boolean, nullable=False),
+    Column("use_rslora", Boolean, nullable=False, server_default=false()),
     _text("optimizer_type"),
     Column("has_optimizer", Boolean, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("files", Json, nullable=False),
     _time("created_at"),
+    Column("method", Text, nullable=False, server_default=text("'lora'")),
+    Column("train_embed", Boolean, nullable=False, server_default=false()),
+    Column("train_norms", Boolean, nullable=False, server_default=false()),
 )
 
 checkpoints = Table(
@@ -280,6 +363,7 @@ checkpoints = Table(
     _text("kind"),
     _text("name"),
     Column("weights_id", Text, ForeignKey("weights.weights_id"), nullable=False, index=True),
+    Column("step", BigInteger, nullable=True),
     Column("public", Boolean, nullable=False),
     Column("user_metadata", Json, nullable=False),
     _time("created_at"),

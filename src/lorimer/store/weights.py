@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from sqlalchemy import Connection, delete, exists, or_, select
 
-from lorimer.store.runs import Run
+from lorimer.store.runs import Method, Run
 from lorimer.store.tables import checkpoints, insert, samplers, weights
 from lorimer.store.values import new_id, record, record_or_none, utc_now
 
@@ -33,6 +33,10 @@ class Weights:
     files: dict[str, WeightsFile]
     """Keyed by path relative to the directory."""
     created_at: datetime
+    use_rslora: bool = False
+    method: Method = "lora"
+    train_embed: bool = False
+    train_norms: bool = False
 
 
 def add_weights(
@@ -48,6 +52,10 @@ def add_weights(
     has_optimizer: bool,
     size_bytes: int,
     files: dict[str, WeightsFile],
+    use_rslora: bool = False,
+    method: Method = "lora",
+    train_embed: bool = False,
+    train_norms: bool = False,
 ) -> Weights:
     """Record a complete directory. A second call for the same directory returns the first row."""
     values = {
@@ -58,11 +66,15 @@ def add_weights(
         "train_attn": train_attn,
         "train_mlp": train_mlp,
         "train_unembed": train_unembed,
+        "use_rslora": use_rslora,
         "optimizer_type": optimizer_type,
         "has_optimizer": has_optimizer,
         "size_bytes": size_bytes,
         "files": files,
         "created_at": utc_now(),
+        "method": method,
+        "train_embed": train_embed,
+        "train_norms": train_norms,
     }
     c.execute(insert(c, weights).values(values).on_conflict_do_nothing())
     return record(Weights, c.execute(select(weights).where(weights.c.name == name)).one())
@@ -78,10 +90,14 @@ def add_directory(c: Connection, run: Run, name: str, files: dict[str, WeightsFi
         train_attn=run.train_attn,
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
+        use_rslora=run.use_rslora,
         optimizer_type=run.optimizer_type,
         has_optimizer=has_optimizer,
         size_bytes=sum(file["size"] for file in files.values()),
         files=files,
+        method=run.method,
+        train_embed=run.train_embed,
+        train_norms=run.train_norms,
     )
 
 

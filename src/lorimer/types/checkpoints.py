@@ -6,6 +6,7 @@ from typing import Any, Literal
 from lorimer.types.base import Counter, Integer, Request, Response
 from lorimer.types.optim import AdamOptimizerConfig, OptimizerConfig
 from lorimer.types.paths import CheckpointType, ParsedCheckpointTinkerPath, console_url
+from lorimer.types.runs import RunIdentity
 
 
 class SaveWeightsRequest(Request):
@@ -91,6 +92,8 @@ class LoadWeightsRequest(Request):
     """Whether to restore the optimizer state too."""
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
+    run: RunIdentity | None = None
+    """Name, configuration and more of the run that a new model is a part of."""
     type: Literal["load_weights"] = "load_weights"
 
 
@@ -112,6 +115,11 @@ class WeightsInfoResponse(Response):
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
+    use_rslora: bool | None = None
+    method: str | None = None
+    """``lora`` or ``full``; the last three fields are Lorimer's own."""
+    train_embed: bool | None = None
+    train_norms: bool | None = None
 
 
 class CopyWeightsRequest(Request):
@@ -151,6 +159,8 @@ class Checkpoint(Response):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    step: int | None = None
+    """The optimizer steps that the run had done."""
 
 
 class CheckpointsListResponse(Response):
@@ -175,9 +185,18 @@ class TrainingRun(Response):
     train_attn: bool | None = None
     train_mlp: bool | None = None
     train_unembed: bool | None = None
+    use_rslora: bool | None = None
+    train_embed: bool | None = None
+    train_norms: bool | None = None
+    method: str | None = None
+    """``lora`` or ``full``."""
     optimizer_type: str | None = None
     replica: str | None = None
     """The replica of the base model that has the run; none if it was evicted, and its next request places it."""
+    run_id: str | None = None
+    """The run that it is a part of: its own id unless it resumed another training run."""
+    snapshot_bytes: int | None = None
+    """Size of the snapshots from which the run is restored, of one run and for its owner."""
 
 
 class TrainingRunsResponse(Response):

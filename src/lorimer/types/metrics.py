@@ -30,6 +30,8 @@ class MetricPoint(Request):
 
 class ReportMetricsRequest(Request):
     points: list[MetricPoint]
+    steps_done: Step | None = None
+    """How many steps of the run are done, in the client's own count; left out, the last report holds."""
 
 
 class ReportMetricsResponse(Response):

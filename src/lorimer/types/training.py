@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
 from lorimer.types.base import Counter, Integer, Request, Response
 from lorimer.types.datum import Datum, LossFnOutput
 from lorimer.types.optim import AdamOptimizerConfig, OptimizerConfig
+from lorimer.types.runs import RunIdentity
 
 ModelID = str
 LossFnType = Literal[
@@ -16,12 +19,37 @@ LOSSES = tuple(name for name in get_args(LossFnType) if name != "stable_reinforc
 """The losses that the service computes: the engine has a formula for each but ``custom``, which is uploaded."""
 
 
+_OUR_LORA_FIELDS = ("use_rslora", "use_dora", "init_from")
+
+
 class LoraConfig(Request):
     rank: Integer
     seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    use_rslora: bool = False
+    """Scale the adapter by alpha / sqrt(rank) instead of alpha / rank."""
+    use_dora: bool = False
+    """Refused: see `docs/optimizers.md`."""
+    init_from: str | None = None
+    """A PEFT adapter in the server's ``peft_adapters`` directory, with whose weights the run begins."""
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what official servers do not know, unless it is asked for."""
+        values: dict[str, Any] = serialize(self)
+        return {name: value for name, value in values.items() if value or name not in _OUR_LORA_FIELDS}
+
+
+class FullConfig(Request):
+    """The parameters that a full run trains, by group; Lorimer's own."""
+
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    train_embed: bool = True
+    train_norms: bool = True
 
 
 class CreateModelRequest(Request):
@@ -30,7 +58,11 @@ class CreateModelRequest(Request):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
+    full_config: FullConfig | None = None
+    """Given instead of ``lora_config``, it makes a full run; the official SDK never sends it."""
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    run: RunIdentity | None = None
+    """Name, configuration and more of the run that this is a part of."""
     type: Literal["create_model"] = "create_model"
 
 
@@ -61,6 +93,8 @@ class GetInfoResponse(Response):
     is_lora: bool | None = None
     lora_rank: int | None = None
     model_name: str | None = None
+    method: str | None = None
+    """``lora`` or ``full``; Lorimer's own."""
 
 
 class UnloadModelRequest(Request):

@@ -204,29 +204,3 @@ def test_ray_is_refused_by_name_where_it_is_not_installed():
 def test_unknown_backend_is_refused():
     with pytest.raises(InvalidInput, match="accepted are processes, ray"):
         GraderPool(grading.length, backend="threads")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-async def test_graders_on_ray():
-    async with GraderPool(MISBEHAVE, num_workers=2, timeout_seconds=5, memory_mb=512, backend="ray") as pool:
-        first, second = [int(grade.value) for grade in await asyncio.gather(pool.grade("pid"), pool.grade("pid"))]
-        assert len({first, second, os.getpid()}) == 3, "two actors grade concurrently, neither of them here"
-        for how, error, detail in [
-            ("raise", "raised", "ValueError: no such answer"),
-            ("memory", "memory", "memory"),
-            ("sleep", "timeout", "5 seconds"),
-            ("end", "died", "ended"),
-        ]:
-            grade = await pool.grade(how)
-            assert (grade.error, detail in grade.detail) == (error, True), grade
-            assert (await pool.grade("fine")).value == 1.0
-        assert pool.counts == {"graded": 6, "raised": 1, "memory": 1, "timeout": 1, "died": 1}
-        last = int((await pool.grade("pid")).value)
-    deadline = time.monotonic() + 30
-    while is_running(last):
-        assert time.monotonic() < deadline, "an actor outlived its pool"
-        await asyncio.sleep(0.1)
-    with pytest.raises(InvalidInput, match="no_such_function"):
-        async with GraderPool("tests.cookbook.rl.grading:no_such_function", backend="ray"):
-            pass

@@ -120,6 +120,10 @@ async def test_weights_info_says_what_a_new_run_needs(ada):
         "train_unembed": False,
         "train_mlp": True,
         "train_attn": True,
+        "method": "lora",
+        "train_embed": False,
+        "train_norms": False,
+        "use_rslora": False,
     }
 
 

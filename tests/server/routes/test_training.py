@@ -53,6 +53,7 @@ async def test_run_is_created_once_and_described(ada, model_directory):
         "model_id": run_id,
         "optimizer_config": {"type": "adamw"},
         "is_lora": True,
+        "method": "lora",
         "lora_rank": 8,
         "model_name": MODEL,
     }
@@ -77,11 +78,23 @@ async def test_run_of_an_old_release_has_the_defaults(ada):
         ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False, "train_unembed": False}}, 400, ["train"]),
         ({"lora_config": {"rank": 4, "alpha": 16}}, 422, ["alpha"]),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, 400, ["dimuon", "adamw"]),
-        ({"optimizer_config": {"type": "sgd"}}, 400, ["sgd", "adamw"]),
+        ({"optimizer_config": {"type": "rprop"}}, 400, ["rprop", "adamw", "muon"]),
+        ({"optimizer_config": {"type": "sgd", "momentum": 0.9}}, 400, ["momentum", "'type'", "step"]),
         ({"model_seq_id": -1}, 422, ["model_seq_id"]),
         ({"session_id": "no-such-session"}, 404, ["no-such-session"]),
     ],
-    ids=["model", "rank", "seed", "nothing to train", "unknown field", "dimuon", "optimizer", "number", "session"],
+    ids=[
+        "model",
+        "rank",
+        "seed",
+        "nothing to train",
+        "unknown field",
+        "dimuon",
+        "optimizer",
+        "its field",
+        "number",
+        "session",
+    ],
 )
 async def test_run_that_cannot_be_is_refused(ada, fields, status, words):
     body = {"session_id": await ada.session(), "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -164,6 +177,7 @@ BAD_BODIES = {
         400,
         "dimuon",
     ),
+    "optim_step of another family": ("optim_step", {"optimizer_params": {"type": "lion"}}, 400, "adamw"),
     "optim_step with an unknown field": ("optim_step", {"adam_params": {"momentum": 1}}, 422, "momentum"),
     "save with a bad name": ("save_weights", {"path": "../x"}, 400, "../x"),
     "save with a short life": ("save_weights", {"path": "a", "ttl_seconds": 60}, 400, "ttl_seconds"),

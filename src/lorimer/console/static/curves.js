@@ -1,9 +1,11 @@
 // The charts of a run and of runs compared with it: selection of runs and metrics, options, legend. The URL contains
 // all choices, so that a link shows the same view.
 
+import { get, part } from "./api.js";
 import { MetricChart, NUM_COLOURS, colour } from "./charts.js";
 import { button, choice, empty, h, replace, runLink, searchBox, shortRun, toast } from "./dom.js";
 import { metricsProgram } from "./getting_started.js";
+import { differing, flatten } from "./run_identity.js";
 import { RunMetrics, csv, rankOf } from "./run_metrics.js";
 
 const AXES = [
@@ -17,6 +19,10 @@ export class Curves {
     this.signal = signal;
     this.setQuery = setQuery;
     this.charts = new Map();
+    /** What is known of each run by id: name and configuration. */
+    this.known = new Map();
+    this.legendBy = query.get("legend") === "fields" ? "fields" : "name";
+    this.onRuns = () => {};
     const others = (query.get("compare") || "").split(",").filter(Boolean);
     this.runs = [...new Set([runId, ...others])].slice(0, NUM_COLOURS).map((id) => new RunMetrics(id));
     const smoothing = Number(query.get("smooth"));
@@ -41,6 +47,7 @@ export class Curves {
    */
   async poll() {
     const runs = this.runs;
+    await this.learn();
     const polled = await Promise.allSettled(runs.map((run) => run.poll(this.signal)));
     const failed = polled.findIndex((result) => result.status === "rejected");
     if (failed > 0 && polled[failed].reason.status === 404) {
@@ -52,6 +59,28 @@ export class Curves {
     const changed = new Set(polled.flatMap((result) => [...(result.value || [])]));
     this.draw(changed);
     this.readOn();
+  }
+
+  /** Fetch names and configurations of runs that are not known yet. */
+  async learn() {
+    const missing = this.runs.filter((run) => !this.known.has(run.runId));
+    const found = await Promise.allSettled(
+      missing.map((run) => get(`/api/v1/runs/${part(run.runId)}`, null, this.signal)),
+    );
+    found.forEach(({ value }, n) => value && this.known.set(missing[n].runId, value));
+    if (!missing.length) return;
+    this.drawLegend();
+    this.onRuns(this.runs.map((run) => this.known.get(run.runId)).filter(Boolean));
+  }
+
+  /** Return what a run is called in the legend: its name, or the fields in which the runs differ. */
+  labelOf(run) {
+    const known = this.known.get(run.runId);
+    if (!known) return shortRun(run.runId);
+    if (this.legendBy === "name" || this.runs.length < 2) return known.name;
+    const names = differing([...this.runs].map((one) => this.known.get(one.runId)).filter(Boolean));
+    const flat = new Map(flatten(known.config));
+    return names.map((name) => `${name}=${flat.get(name) ?? "–"}`).join(", ") || known.name;
   }
 
   /** Draw the remaining pages of long runs as they arrive. */
@@ -94,6 +123,15 @@ export class Curves {
 
   controls() {
     const { axis, isLog, smoothing } = this.options;
+    const labels = [
+      ["name", "names"],
+      ["fields", "differences"],
+    ];
+    this.legendChoice = choice("Legend", labels, this.legendBy, (value) => {
+      this.legendBy = value;
+      this.setQuery({ legend: value === "name" ? null : value });
+      this.draw(null);
+    });
     const filter = searchBox("Filter metrics by name", "Filter metrics", this.filter, (text) => {
       this.filter = text;
       this.setQuery({ metric: text });
@@ -128,6 +166,7 @@ export class Curves {
       h("label", { class: "check" }, log, "log scale"),
       h("label", { class: "check" }, h("span", { class: "muted" }, "smoothing"), slider, amount),
       this.adding(),
+      this.legendChoice,
       button("CSV", (event) => this.saveCsv(event.currentTarget), {
         class: "quiet small",
         title: "Download all values of the runs shown",
@@ -135,19 +174,50 @@ export class Curves {
     );
   }
 
+  /** Build a field that finds runs as one types, by name or any other text of them. */
   adding() {
     const input = h("input", {
-      placeholder: "Compare with a run id",
-      "aria-label": "Compare with another run, by its id",
+      placeholder: "Compare with a run",
+      "aria-label": "Compare with another run, by its name or id",
       size: "18",
       autocomplete: "off",
     });
-    const add = (event) => {
-      event.preventDefault();
-      this.addRun(input.value.trim());
+    const found = h("ul", { class: "found-runs", hidden: true });
+    const pick = (runId) => {
+      this.addRun(runId);
       input.value = "";
+      found.hidden = true;
     };
-    return h("form", { class: "adding", onsubmit: add }, input, h("button", { type: "submit", class: "small" }, "Add"));
+    const look = async () => {
+      const q = input.value.trim();
+      const { runs } = q ? await get("/api/v1/runs", { q, limit: 8 }, this.signal) : { runs: [] };
+      if (q !== input.value.trim()) return;
+      const others = runs.filter((run) => !this.runs.some((one) => one.runId === run.run_id));
+      replace(
+        found,
+        others.map((run) => h("li", null, button(run.name, () => pick(run.run_id), { class: "quiet", title: run.run_id }))),
+      );
+      found.hidden = !others.length;
+    };
+    let typing;
+    input.addEventListener("input", () => {
+      clearTimeout(typing);
+      typing = setTimeout(() => look().catch(() => (found.hidden = true)), 200);
+    });
+    const add = async (event) => {
+      event.preventDefault();
+      const text = input.value.trim();
+      clearTimeout(typing);
+      await look().catch(() => {});
+      pick(text.includes(":train:") ? text : (found.querySelector("button")?.title ?? text));
+    };
+    return h(
+      "form",
+      { class: "adding", onsubmit: add },
+      input,
+      h("button", { type: "submit", class: "small" }, "Add"),
+      found,
+    );
   }
 
   choose(options, query) {
@@ -167,12 +237,14 @@ export class Curves {
       return;
     }
     this.runs.push(run);
+    await this.learn();
     this.keepRuns();
     this.readOn();
   }
 
   removeRun(run) {
     this.runs = this.runs.filter((one) => one !== run);
+    this.onRuns(this.runs.map((one) => this.known.get(one.runId)).filter(Boolean));
     this.keepRuns();
   }
 
@@ -242,7 +314,7 @@ export class Curves {
     return this.runs.flatMap((run, n) => {
       if (!run.series.has(key)) return [];
       const sample = smoothing ? run.columns(key, axis, true) : null;
-      return [{ label: run.runId, colour: n, columns: run.columns(key, axis), sample }];
+      return [{ label: this.labelOf(run), colour: n, columns: run.columns(key, axis), sample }];
     });
   }
 
@@ -280,7 +352,7 @@ export class Curves {
           "li",
           { "data-run": run.runId },
           swatch,
-          n ? runLink(run.runId) : h("span", { class: "mono run-id", title: run.runId }, shortRun(run.runId)),
+          n ? runLink(run.runId, this.labelOf(run)) : h("span", { title: run.runId }, this.labelOf(run)),
           n > 0 &&
             button("×", () => this.removeRun(run), {
               class: "quiet small",
@@ -290,5 +362,6 @@ export class Curves {
       }),
     );
     this.legend.hidden = this.runs.length < 2;
+    this.legendChoice.hidden = this.runs.length < 2;
   }
 }

@@ -76,8 +76,8 @@ export function panel(heading, ...children) {
 }
 
 /**
- * Build a table. Columns: `{label, value(row), number?, wide?, class?}`, where `value` returns children of the cell. On
- * a phone each row becomes a card with labels and values. `attrs(row)` returns attributes of the row.
+ * Build a table. Columns: `{label, head?, value(row), number?, wide?, class?}`, where `value` returns children of the
+ * cell, and `head` replaces the label at the top. On a phone each row becomes a card with labels and values. `attrs(row)` returns attributes of the row.
  */
 export function table(columns, rows, attrs) {
   const cell = (column) =>
@@ -94,7 +94,7 @@ export function table(columns, rows, attrs) {
         h(
           "tr",
           null,
-          columns.map((c) => h("th", { scope: "col", class: cell(c) }, c.label)),
+          columns.map((c) => h("th", { scope: "col", class: cell(c) }, c.head ?? c.label)),
         ),
       ),
       h(
@@ -330,6 +330,7 @@ export function formDialog({ title, text, fields, action = "Save", danger = fals
 }
 
 function control({ name, value = "", type = "text", options, required = false }) {
+  if (type === "textarea") return h("textarea", { name, value, rows: "4" });
   if (options) {
     return h(
       "select",

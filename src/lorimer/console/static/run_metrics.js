@@ -10,7 +10,7 @@ const MAX_POINTS_CLOSE = 10_000;
 const NUM_FIRST = 30_000;
 const PAGE = 10_000;
 
-const pathOf = (runId) => `/api/v1/training_runs/${part(runId)}/metrics`;
+const pathOf = (runId) => `/api/v1/runs/${part(runId)}/metrics`;
 
 export class RunMetrics {
   constructor(runId) {
@@ -38,7 +38,13 @@ export class RunMetrics {
   async fetchNext(signal) {
     const limit = this.cursor ? null : NUM_FIRST; // a small first page is shown quickly
     const answer = await get(pathOf(this.runId), { after: this.cursor, max_points: MAX_POINTS, limit }, signal);
-    const changed = new Set(answer.series.map((one) => put(this.series, one, MAX_POINTS)));
+    const changed = new Set();
+    if (answer.is_restarted) {
+      // The run was resumed: its new part supersedes points that were read before.
+      for (const key of this.series.keys()) changed.add(key);
+      Object.assign(this, { series: new Map(), detail: null, wanted: null, firstTime: null, lastStep: null });
+    }
+    for (const one of answer.series) changed.add(put(this.series, one, MAX_POINTS));
     for (const { points } of answer.series) {
       for (const [step, time] of points) {
         if (this.firstTime === null || time < this.firstTime) this.firstTime = time;
@@ -170,6 +176,7 @@ async function everything(runId, signal) {
   const found = new Map();
   for (let after = null, hasMore = true; hasMore;) {
     const answer = await get(pathOf(runId), { after, limit: PAGE }, signal);
+    if (answer.is_restarted) found.clear();
     for (const { name, source, points } of answer.series) {
       const key = `${source} ${name}`;
       if (!found.has(key)) found.set(key, { name, source, steps: [], times: [], values: [] });

@@ -1,7 +1,7 @@
 """What to watch while a policy learns. Names are those of the official cookbook where it has them.
 
 Rollouts: rewards, groups without signal, lengths, truncation, losses of episodes. Training: the KL divergence between
-sampler and trainer, entropy. ``docs/rl.md`` says which value means what.
+sampler and trainer, entropy. ``docs/rl.md`` says which value means what, and ``run_health.py`` looks at them.
 """
 
 from collections import defaultdict
@@ -43,6 +43,7 @@ def _of_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "by_group/frac_mixed": _share(len(ended) - len(constant), len(ended)),
         "by_group/frac_all_good": _share(sum(mean >= GOOD for mean in constant), len(ended)),
         "by_group/frac_all_bad": _share(sum(mean < GOOD for mean in constant), len(ended)),
+        "by_group/size": _mean([len(group.trajectories_G) for group in ended]),
         "ac_tokens_per_turn": _mean([len(step.ac.tokens) for step in steps]),
         "ob_tokens_per_turn": _mean([step.ob.length for step in steps]),
         "turns_per_episode": _share(len(steps), len(trajectories)),
@@ -53,34 +54,6 @@ def _of_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     }
     own = [step.metrics for step in steps] + [own for group in groups for own in group.metrics_G]
     return metrics | _averaged(own)
-
-
-class SignalWatch:
-    """Notices that nothing is learned because no group of several steps had different rewards."""
-
-    FIRST, AGAIN = 3, 20
-    """Steps in a row after which it is said, and said again."""
-
-    def __init__(self) -> None:
-        self._num_idle = 0
-
-    def look(self, groups: Sequence[TrajectoryGroup]) -> str | None:
-        """What to tell of the last steps, and what to look at; nothing while there is a signal."""
-        self._num_idle = 0 if any(map(has_signal, groups)) else self._num_idle + 1
-        if self._num_idle < self.FIRST or (self._num_idle - self.FIRST) % self.AGAIN:
-            return None
-        found = _of_groups(groups)
-        rewards = sorted({reward for group in groups for reward in group.get_total_rewards()})
-        shown = f"all rewards are {rewards[0]:g}" if len(rewards) == 1 else "rewards differ only between groups"
-        advice = ["the grader and the form of answers that it accepts", "how hard the problems are"]
-        if max((len(group.trajectories_G) for group in groups), default=0) < 2:
-            advice = ["the size of the groups, which must be at least 2"]
-        elif found["frac_truncated"] > 0.5:
-            advice = [f"max_tokens: {found['frac_truncated']:.0%} of the answers are cut off", *advice]
-        return (
-            f"nothing was learned in the last {self._num_idle} steps, because no group had answers with different "
-            f"rewards ({shown}). Look at {', '.join(advice)}."
-        )
 
 
 def _averaged(dictionaries: Sequence[dict[str, float | int]]) -> dict[str, float]:

@@ -13,18 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lorimer import SamplingClient, ServiceClient
-from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, open_training_client, tell_complete
+from lorimer import SamplingClient, ServiceClient, TrainingClient
+from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
 from lorimer.cookbook.evaluation import Evaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, open_log
 from lorimer.cookbook.loops import Training
-from lorimer.cookbook.progress import say
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
-from lorimer.cookbook.rl.metrics import SignalWatch, rollout_metrics, staleness_metrics
+from lorimer.cookbook.rl.metrics import rollout_metrics, staleness_metrics
 from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout, raise_if_all_lost
 from lorimer.cookbook.rl.updates import Update, UpdateConfig
-from lorimer.cookbook.service import open_service
+from lorimer.cookbook.run_identity import reported_end, run_options
+from lorimer.cookbook.service import get_tokenizer, open_service
 from lorimer.errors import InvalidInput
 
 T = TypeVar("T")
@@ -68,6 +68,8 @@ class Config(UpdateConfig):
     max_tokens: int
     """Of one turn."""
     base_url: str | None = None
+    method: Method = "lora"
+    """``full`` trains the weights of the model itself; ``rank`` then has no effect."""
     rank: int = 32
     load_from: str | None = None
     """A saved state to begin with, for instance of supervised training."""
@@ -98,6 +100,10 @@ class Config(UpdateConfig):
     sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run goes on: what the dataset was made from."""
+    name: str | None = None
+    """Of the run on the server; the name of the log directory if there is none."""
+    tags: Sequence[str] = ()
+    """Of the run on the server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +116,10 @@ class Config(UpdateConfig):
         free = (
             "dataset_builder evaluators extra_metrics log_dir base_url sinks keep save_every eval_every notes".split()
         )
-        free += ["eval_temperature", "num_groups_to_log"] + ["num_steps"] * (self.lr_schedule == "constant")
+        free += ["eval_temperature", "num_groups_to_log", "name", "tags"] + ["num_steps"] * (
+            self.lr_schedule == "constant"
+        )
+        free += ["method"] * (self.method == "lora")  # which older runs do not have
         values = {name: value for name, value in vars(self).items() if name not in free}
         return values | {"asynchronous": self.asynchronous and asdict(self.asynchronous)} | self.notes
 
@@ -131,18 +140,44 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
     if service is None:
         with open_service(config.base_model, config.base_url) as service:
             return await train(config, service)
+    tokenizer = await asyncio.to_thread(get_tokenizer, service, config.base_model)
+    dataset, test_set = config.dataset_builder(get_renderer(config.renderer_name, tokenizer))
+    total = len(dataset) if config.num_steps is None else config.num_steps
     checkpoints = Checkpoints(config.log_dir, config.keep)
+    last = checkpoints.last()
     client, start = await open_training_client(
         service,
         base_model=config.base_model,
+        method=config.method,
         rank=config.rank,
         checkpoints=checkpoints,
         load_from=config.load_from,
         seed=config.seed,
+        run=run_options(
+            config.log_dir,
+            config.recorded(),
+            num_steps=total,
+            resume_step=last.step if last else 0,
+            name=config.name,
+            tags=config.tags,
+        ),
     )
-    tokenizer = await asyncio.to_thread(client.get_tokenizer)
-    dataset, test_set = config.dataset_builder(get_renderer(config.renderer_name, tokenizer))
-    total = len(dataset) if config.num_steps is None else config.num_steps
+    async with reported_end(client):
+        return await train_run(config, service, client, checkpoints, start, total, tokenizer, dataset, test_set)
+
+
+async def train_run(
+    config: Config,
+    service: ServiceClient,
+    client: TrainingClient,
+    checkpoints: Checkpoints,
+    start: int,
+    total: int,
+    tokenizer: Any,
+    dataset: RLDataset,
+    test_set: RLDataset | None,
+) -> Result:
+    """Train an open run from a step on."""
     if start >= total:
         tell_complete(config.log_dir, total)
     reference = None
@@ -172,7 +207,6 @@ class Run:
     dataset: RLDataset
     test_set: RLDataset | None
     reference: SamplingClient | None
-    signal: SignalWatch = field(default_factory=SignalWatch)
 
     @property
     def total(self) -> int:
@@ -222,8 +256,6 @@ class Run:
         for extra in self.config.extra_metrics:
             metrics |= extra()
         self.training.log.log(first | metrics | speed | found, step)
-        if self.reference is None and (warning := self.signal.look(groups)):
-            say(f"warning: {warning} The answers are in {Path(self.config.log_dir) / TRANSCRIPTS_FILE}.")
         for index, group in enumerate(groups[: self.config.num_groups_to_log]):
             self._write_transcripts(step, index, group)
 

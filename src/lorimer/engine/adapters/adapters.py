@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters.lora import ALPHA, LoraTarget, init_adapter
+from lorimer.engine.adapters.lora import LoraTarget, init_adapter, scale_of
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.engine.training.optimizers import State, average_weights
 from lorimer.errors import CheckpointError
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -24,8 +25,17 @@ def flatten(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [tensor for pair in pairs.values() for tensor in pair]
 
 
+def name_factors(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return all tensors of ``pairs`` in order, as ``<target>/A`` and ``<target>/B``."""
+    return {
+        f"{name}/{factor}": tensor for name, pair in pairs.items() for factor, tensor in zip("AB", pair, strict=True)
+    }
+
+
 def are_finite(tensors: list[Tensor]) -> bool:
     """Return whether no number in ``tensors`` is NaN or infinite."""
+    if not tensors:
+        return True
     # A norm is several times faster than checking every number, but it overflows for large finite ones.
     if bool(torch.stack(torch._foreach_norm(tensors)).isfinite().all()):
         return True
@@ -54,10 +64,12 @@ class Adapter:
     weights: Pairs
     grads: Pairs | None = None
     """Sum of the gradients added since the last step; ``None`` when there was none."""
-    moments: dict[str, Pairs] = field(default_factory=dict)
-    """The optimiser's tensors by its own names; empty before the first step."""
+    moments: State = field(default_factory=dict)
+    """The optimiser's tensors by its own names and those of ``name_factors``; empty before the first step."""
     step: int = 0
     """Steps applied; a skipped step does not count."""
+    groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """What each factor belongs to, by the names of ``name_factors``; a step may multiply its learning rate by group."""
 
     @property
     def rank(self) -> int:
@@ -65,7 +77,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        return ALPHA / self.config.rank
+        return scale_of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +94,12 @@ class Adapter:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors held now, in an order that depends on their names only."""
-        groups = {"weights": self.weights, "grads": self.grads or {}, **self.moments}
-        return [tensor for _, pairs in sorted(groups.items()) for _, pair in sorted(pairs.items()) for tensor in pair]
+        kinds = {"weights": name_factors(self.weights), "grads": name_factors(self.grads or {}), **self.moments}
+        return [tensor for _, tensors in sorted(kinds.items()) for _, tensor in sorted(tensors.items())]
+
+    def new_gradient(self) -> Pairs:
+        """Return zero buffers for the gradient of a batch."""
+        return {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in self.weights.items()}
 
     def add_gradient(self, grads: Pairs) -> None:
         """Accumulate ``grads``, which cover every target of ``weights``; the first ones are kept, not copied."""
@@ -96,10 +112,19 @@ class Adapter:
     def clear_gradient(self) -> None:
         self.grads = None
 
+    @property
+    def averaged(self) -> Pairs | None:
+        """The weights that samplers get, where the optimiser averages its weights; ``None`` if they are ``weights``."""
+        found = average_weights(self.optimizer.type, name_factors(self.weights), self.moments)
+        return None if found is None else {name: (found[f"{name}/A"], found[f"{name}/B"]) for name in self.weights}
+
     def check_finite(self, verb: str) -> None:
         """Refuse weights or moments that are not finite; the gradient may be, and then its step is skipped."""
-        for what, pairs in {"weights": self.weights, **self.moments}.items():
-            if not are_finite(flatten(pairs)):
+        kinds = {"weights": name_factors(self.weights), **self.moments}
+        if (averaged := self.averaged) is not None:
+            kinds["averaged weights"] = name_factors(averaged)
+        for what, tensors in kinds.items():
+            if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
                 raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
 
 
@@ -110,14 +135,18 @@ def create_adapter(
     device: torch.device | str = "cpu",
 ) -> Adapter:
     """Create a run. The same seed gives the same weights on every device."""
-    pairs = init_adapter(targets, config)
-    return Adapter(config, optimizer, {name: (a.to(device), b.to(device)) for name, (a, b) in pairs.items()})
+    targets = list(targets)
+    weights = {name: (a.to(device), b.to(device)) for name, (a, b) in init_adapter(targets, config).items()}
+    groups = {f"{t.name}/{factor}": frozenset({t.group, f"lora_{factor}"}) for t in targets for factor in "AB"}
+    return Adapter(config, optimizer, weights, groups={name: groups[name] for name in name_factors(weights)})
 
 
 def snapshot(adapter: Adapter) -> FrozenAdapter:
-    """Copy the current weights; refuse weights that are not finite."""
+    """Copy the current weights, or their average; refuse numbers that are not finite."""
     adapter.check_finite("published")
-    weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
+    weights = adapter.averaged
+    if weights is None:
+        weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
     return FrozenAdapter(weights, adapter.rank, adapter.scale)
 
 

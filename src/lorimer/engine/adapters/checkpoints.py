@@ -2,18 +2,14 @@
 
     adapter_config.json         PEFT's configuration
     adapter_model.safetensors   the weights under PEFT's names
-    training_state.safetensors  the optimiser's moments and the accumulated gradient; absent if weights only
+    training_state.safetensors  the optimiser's state and the accumulated gradient; absent if weights only
     lorimer.json                format version, run configuration, step, size and SHA-256 of the other files
 
+Where the optimiser averages weights, the adapter is the average and the training state has those that are trained.
 A directory appears whole or not at all. Directories that PEFT wrote, which have no ``lorimer.json``, are read too.
 """
 
-import hashlib
 import json
-import os
-import re
-import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,38 +17,41 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, flatten
-from lorimer.engine.adapters.lora import LoraTarget, is_trained, shapes
+from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, name_factors
+from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.adapters.peft_format import from_peft, read_lora_config, to_peft
+from lorimer.engine.directories import (
+    FORMAT,
+    File,
+    Manifest,
+    describe_files,
+    load_tensors,
+    new_directory,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.engine.training.optim import check_state
+from lorimer.engine.training.optimizers import State
 from lorimer.errors import CheckpointError
 
-FORMAT = 1
-
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_STATE, _MANIFEST = "training_state.safetensors", "lorimer.json"
+_STATE = "training_state.safetensors"
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    size: int
-    sha256: str
-
-
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Manifest(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int
     base_model: str
     lora: LoraConfig
     optimizer: OptimizerConfig
     step: int
-    files: dict[str, _File]
+    files: dict[str, File]
     checksum: str = ""
     """SHA-256 of this manifest with an empty checksum."""
-
-    def digest(self) -> str:
-        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, checksum=""))).hexdigest()
 
 
 def save(
@@ -63,77 +62,41 @@ def save(
     On failure nothing is left behind.
     """
     adapter.check_finite("saved")
-    target = Path(directory)
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise CheckpointError(f"{directory!r} already exists and is not an empty directory")
-        temporary.mkdir(parents=True)
-        size = _write_files(adapter, targets, temporary, base_model, weights_only)
-        _sync(temporary)
-        os.rename(temporary, target)
-        _sync(target.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"cannot save to {directory!r}: {error}") from _system_error(error)
-        raise
-    return size
-
-
-def _system_error(error: OSError | SafetensorError) -> Exception:
-    """Return an error of safetensors, which names the number of a system error in its text only, as an ``OSError``."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), str(error)) if found and isinstance(error, SafetensorError) else error
+    with new_directory(directory) as temporary:
+        return _write_files(adapter, targets, temporary, base_model, weights_only)
 
 
 def _write_files(
     adapter: Adapter, targets: Sequence[LoraTarget], directory: Path, base_model: str, weights_only: bool
 ) -> int:
-    tensors, settings = to_peft(adapter.weights, targets, adapter.config, base_model)
+    averaged = adapter.averaged
+    weights = adapter.weights if averaged is None else averaged
+    tensors, settings = to_peft(weights, targets, adapter.config, base_model)
     (directory / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
     del tensors
     if not weights_only:
-        save_file(_state_tensors(adapter), directory / _STATE)
-    files = {path.name: _describe(path) for path in sorted(directory.iterdir())}
+        save_file(_state_tensors(adapter, averaged is not None), directory / _STATE)
     manifest = _Manifest(
         format=FORMAT,
         base_model=base_model,
         lora=adapter.config,
         optimizer=adapter.optimizer,
         step=adapter.step,
-        files=files,
+        files=describe_files(directory),
     )
-    manifest = msgspec.structs.replace(manifest, checksum=manifest.digest())
-    (directory / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-    for path in directory.iterdir():
-        _sync(path)
-    return sum(path.stat().st_size for path in directory.iterdir())
+    return write_manifest(directory, manifest)
 
 
-def _state_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    groups = dict(adapter.moments) if adapter.grads is None else {**adapter.moments, "grad": adapter.grads}
+def _state_tensors(adapter: Adapter, is_averaged: bool) -> dict[str, Tensor]:
+    kinds = dict(adapter.moments)
+    if adapter.grads is not None:
+        kinds["grad"] = name_factors(adapter.grads)
+    if is_averaged:
+        kinds["weight"] = name_factors(adapter.weights)
     return {
-        f"{group}/{name}/{factor}": tensor.contiguous()
-        for group, pairs in groups.items()
-        for name, pair in pairs.items()
-        for factor, tensor in zip("AB", pair, strict=True)
+        f"{kind}/{name}": tensor.contiguous() for kind, tensors in kinds.items() for name, tensor in tensors.items()
     }
-
-
-def _describe(path: Path) -> _File:
-    with path.open("rb") as file:
-        return _File(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _sync(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_config(directory: str) -> LoraConfig:
@@ -150,8 +113,8 @@ def load_weights(directory: str, targets: Sequence[LoraTarget], config: LoraConf
     manifest = _read_manifest(path)
     if manifest is not None:
         _check_same_run(manifest.lora, config)
-        _verify(path, manifest, _SETTINGS, _WEIGHTS)
-    return from_peft(_load_tensors(path / _WEIGHTS), _read_settings(path), targets, config)
+        verify(path, manifest.files, _SETTINGS, _WEIGHTS)
+    return from_peft(load_tensors(path / _WEIGHTS), _read_settings(path), targets, config)
 
 
 def load(adapter: Adapter, targets: Sequence[LoraTarget], directory: str, *, optimizer: bool) -> None:
@@ -159,40 +122,49 @@ def load(adapter: Adapter, targets: Sequence[LoraTarget], directory: str, *, opt
 
     If anything does not fit, the adapter stays as it was.
     """
-    weights = _to(load_weights(directory, targets, adapter.config), adapter.device)
-    moments: dict[str, Pairs] = {}
+    weights = load_weights(directory, targets, adapter.config)
+    state: State = {}
     grads, step = None, 0
     if optimizer:
-        moments, step = _load_state(directory, targets, adapter)
-        moments = {group: _to(pairs, adapter.device) for group, pairs in moments.items()}
-        grads = moments.pop("grad", None)
-    adapter.weights, adapter.moments, adapter.grads, adapter.step = weights, moments, grads, step
+        state, step = _load_state(directory, weights, adapter)
+        grads = _take_pairs(state, "grad", weights)
+        weights = _take_pairs(state, "weight", weights) or weights
+        check_state(adapter.optimizer, name_factors(weights), state, step, adapter.groups)
+    on = adapter.device
+    adapter.moments = {kind: {name: one.to(on) for name, one in tensors.items()} for kind, tensors in state.items()}
+    adapter.weights, adapter.grads, adapter.step = _to(weights, on), None if grads is None else _to(grads, on), step
 
 
-def _load_state(directory: str, targets: Sequence[LoraTarget], adapter: Adapter) -> tuple[dict[str, Pairs], int]:
+def _load_state(directory: str, weights: Pairs, adapter: Adapter) -> tuple[State, int]:
+    """Load what was saved besides ``weights``, by kind and in the order of the weights, and the step counter."""
     path = Path(directory)
     manifest = _read_manifest(path)
     if manifest is None or _STATE not in manifest.files:
         raise CheckpointError(f"{directory!r} holds weights only; load it without the optimizer state")
     if manifest.optimizer != adapter.optimizer:
         raise CheckpointError(f"the saved run uses {manifest.optimizer}, this run {adapter.optimizer}")
-    _verify(path, manifest, _STATE)
-    tensors = _load_tensors(path / _STATE)
-    groups: dict[str, Pairs] = {}
-    for group in {name.split("/", 1)[0] for name in tensors}:
-        groups[group] = {}
-        for target in targets:
-            if is_trained(target, adapter.config):
-                a, b = (tensors.pop(f"{group}/{target.name}/{factor}", None) for factor in "AB")
-                expected = shapes(target, adapter.rank)
-                if a is None or b is None or (a.shape, b.shape) != expected:
-                    raise CheckpointError(f"{_STATE} has no {group!r} of shapes {expected} for {target.name!r}")
-                groups[group][target.name] = (a.clone(), b.clone())  # no longer views of the file
-        if group != "grad" and not are_finite(flatten(groups[group])):
-            raise CheckpointError(f"{_STATE} holds numbers in {group!r} that are not finite")
+    verify(path, manifest.files, _STATE)
+    tensors = load_tensors(path / _STATE)
+    state: State = {kind: {} for kind in sorted({full.partition("/")[0] for full in tensors})}
+    for kind, found in state.items():
+        for name in name_factors(weights):
+            if (tensor := tensors.pop(f"{kind}/{name}", None)) is not None:
+                found[name] = tensor.clone()  # no longer a view of the file
     if tensors:
         raise CheckpointError(f"{_STATE} holds {sorted(tensors)[0]!r}, which the run does not train")
-    return groups, manifest.step
+    return state, manifest.step
+
+
+def _take_pairs(state: State, kind: str, weights: Pairs) -> Pairs | None:
+    """Remove tensors that are shaped like the weights, if there are any."""
+    found = state.pop(kind, None)
+    if found is None:
+        return None
+    if {name: one.shape for name, one in found.items()} != {k: v.shape for k, v in name_factors(weights).items()}:
+        raise CheckpointError(f"{_STATE} has {kind!r} of other names or shapes than the weights")
+    if kind == "weight" and not are_finite(list(found.values())):
+        raise CheckpointError(f"{_STATE} holds numbers in {kind!r} that are not finite")
+    return {name: (found[f"{name}/A"], found[f"{name}/B"]) for name in weights}
 
 
 def _to(pairs: Pairs, device: torch.device) -> Pairs:
@@ -200,40 +172,14 @@ def _to(pairs: Pairs, device: torch.device) -> Pairs:
 
 
 def _check_same_run(saved: LoraConfig, run: LoraConfig) -> None:
-    for field in ("rank", "train_attn", "train_mlp", "train_unembed"):
-        ours, theirs = getattr(run, field), getattr(saved, field)
+    for field in ("rank", "train_attn", "train_mlp", "train_unembed", "use_rslora"):
+        ours, theirs = (getattr(config, field) or False for config in (run, saved))
         if ours != theirs:
             raise CheckpointError(f"the saved adapter has {field}={theirs!r}, the run has {field}={ours!r}")
 
 
 def _read_manifest(directory: Path) -> _Manifest | None:
-    if not directory.is_dir():
-        raise CheckpointError(f"there is no directory {str(directory)!r}")
-    path = directory / _MANIFEST
-    if not path.exists():
-        return None
-    try:
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
-        if version != FORMAT:
-            raise CheckpointError(f"{str(path)!r} has format {version!r}, this version of Lorimer reads {FORMAT}")
-        manifest = msgspec.json.decode(data, type=_Manifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
-    if manifest.digest() != manifest.checksum:
-        raise CheckpointError(f"{str(path)!r} is damaged: its checksum does not match its content")
-    return manifest
-
-
-def _verify(directory: Path, manifest: _Manifest, *names: str) -> None:
-    for name in names:
-        path, expected = directory / name, manifest.files.get(name)
-        try:
-            found = _describe(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
-        if found != expected:
-            raise CheckpointError(f"{str(path)!r} is damaged: it is {found}, recorded was {expected}")
+    return read_manifest(directory, _Manifest)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -247,12 +193,5 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error}") from error

@@ -8,6 +8,7 @@ Shape letters: R rank, I input features, O output features, E experts.
 """
 
 import hashlib
+import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ _EXPERT_COUNT = re.compile(r"^(num|n|moe_num)_.*experts$")
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """One low-rank pair: ``y[:, rows] += (ALPHA / rank) * B @ (A @ x)``."""
+    """One low-rank pair: ``y[:, rows] += scale * B @ (A @ x)``."""
 
     name: str
     """Unique; the module's path, with ``:q`` and the like for a part of a fused weight or of experts."""
@@ -56,6 +57,11 @@ class LoraTarget:
     def rows(self) -> slice:
         """The rows of this part in the output of its weight."""
         return slice(self.row_offset, self.row_offset + self.out_features * self.row_step, self.row_step)
+
+
+def scale_of(config: LoraConfig) -> float:
+    """Return the factor of an adapter's products."""
+    return ALPHA / (math.sqrt(config.rank) if config.use_rslora is True else config.rank)
 
 
 def shapes(target: LoraTarget, rank: int) -> tuple[Shape, Shape]:

@@ -2,7 +2,8 @@
 
 PEFT has one pair for each stored weight. Parts of a fused weight are stacked into one pair of ``k * rank`` whose B
 is block-diagonal, and ``alpha`` grows with it so that the scale stays. Experts become ``target_parameters``, with
-their shared factor repeated for each expert. Reading undoes both, and also takes a plain pair over a fused weight.
+their shared factor repeated for each expert. Reading undoes both, and also takes a plain pair over a fused weight;
+pairs of different ranks become pairs of the highest by zeros, which get no gradient and so stay zeros.
 The merge tool of Tinker's cookbook reads the same names, save for experts and for a head tied to the embedding, where
 it wants names that PEFT does not know. Files are left to `checkpoints`.
 
@@ -16,11 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorimer.engine.adapters.adapters import Pairs
-from lorimer.engine.adapters.lora import ALPHA, MAX_RANK, LoraTarget, group_of, is_trained
+from lorimer.engine.adapters.lora import ALPHA, MAX_RANK, LoraTarget, group_of, is_trained, scale_of
 from lorimer.engine.messages import LoraConfig
 from lorimer.errors import CheckpointError
 
@@ -29,6 +32,8 @@ _PATTERN = re.compile(r"[\w\\.^$-]*(\*[\w\\.^$-]*){0,2}")
 """Accepted keys of ``rank_pattern``: an arbitrary expression from a stranger could take exponential time."""
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
+_FUSED = {"qkv_proj": 3, "gate_up_proj": 2}
+"""Parts of fused weights."""
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the base model's weights."""
 
@@ -91,7 +96,7 @@ def to_peft(
         tensors[f"{_PREFIX}{weight.key}.lora_A.weight"] = a
         tensors[f"{_PREFIX}{weight.key}.lora_B.weight"] = b
     modules, parameters = _target_names(weights, targets, config)
-    factors = _factors(weights)
+    factors, is_rslora = _factors(weights), config.use_rslora is True
     return tensors, {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -103,13 +108,15 @@ def to_peft(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "use_rslora": False,
+        "use_rslora": is_rslora,
         "use_dora": False,
         "modules_to_save": None,
         "target_modules": modules,
         "target_parameters": parameters or None,
         "rank_pattern": {pattern: config.rank * factor for pattern, factor in factors.items()},
-        "alpha_pattern": {pattern: ALPHA * factor for pattern, factor in factors.items()},
+        "alpha_pattern": {
+            pattern: ALPHA * (math.sqrt(factor) if is_rslora else factor) for pattern, factor in factors.items()
+        },
     }
 
 
@@ -162,15 +169,31 @@ def _last(path: str, words: int = 1) -> str:
 
 
 def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraConfig:
-    """Read rank and trained groups of a PEFT adapter from the names of its tensors and its configuration."""
+    """Read rank, scaling and trained groups of a PEFT adapter from the names of its tensors and its configuration."""
     _check_settings(settings)
-    groups = {group_of(path) or "unembed" for path in _paths(names)}
+    paths = _paths(names)
+    groups = {group_of(path) or "unembed" for path in paths}
     return LoraConfig(
-        rank=settings["r"],
+        rank=_highest_rank(paths, settings),
         train_attn="attn" in groups,
         train_mlp="mlp" in groups,
         train_unembed="unembed" in groups,
+        use_rslora=True if settings.get("use_rslora") else msgspec.UNSET,
     )
+
+
+def _highest_rank(paths: Iterable[str], settings: Mapping[str, Any]) -> int:
+    """Return the highest rank of the pairs; a fused weight may have the pairs of its parts side by side."""
+    general, found = settings["r"], set()
+    for path in paths:
+        if path.endswith((".experts", ".experts.base_layer")):
+            continue  # they share a factor, which pairs of different ranks cannot
+        rank = int(_lookup(settings, "r", path))
+        found.add(general if rank == general * _FUSED.get(_last(path), 1) else rank)
+    highest = max(found, default=general)
+    if not 1 <= highest <= MAX_RANK:
+        raise CheckpointError(f"rank_pattern has the rank {highest}; 1 to {MAX_RANK} is accepted")
+    return highest
 
 
 def from_peft(
@@ -178,10 +201,10 @@ def from_peft(
 ) -> Pairs:
     """Convert to float32 pairs of the trained targets; refuse what cannot be expressed exactly as such pairs."""
     _check_settings(settings)
-    if settings["r"] != config.rank:
-        raise CheckpointError(f"the saved adapter has rank {settings['r']}, the run has rank {config.rank}")
     weights = _weights(targets, config)
     saved, wanted = _paths(tensors), {weight.key for weight in weights}
+    if (rank := _highest_rank(saved, settings)) != config.rank:
+        raise CheckpointError(f"the saved adapter has rank {rank}, the run has rank {config.rank}")
     if saved != wanted:
         raise CheckpointError(
             "the saved adapter and the run train different modules;"
@@ -256,7 +279,7 @@ def _relative_scale(weight: _Weight, rank: int, settings: Mapping[str, Any], con
     if stated != rank:
         raise CheckpointError(f"adapter_config.json gives {weight.path!r} rank {stated}, its tensors have rank {rank}")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return scale / (ALPHA / config.rank)
+    return scale / scale_of(config)
 
 
 def _lookup(settings: Mapping[str, Any], field: str, path: str) -> float:
@@ -278,7 +301,7 @@ def _part(weight: _Weight, part: LoraTarget, index: int, a: Tensor, b: Tensor, r
     b = b[..., part.rows, :]
     if a.shape[-2] == len(weight.parts) * rank and torch.count_nonzero(b) == torch.count_nonzero(b[..., own]):
         a, b = a[..., own, :], b[..., own]
-    elif a.shape[-2] != rank:
+    elif a.shape[-2] > rank:
         raise CheckpointError(f"{weight.path!r} is saved with rank {a.shape[-2]}, the run has rank {rank}")
     if part.shared:
         shared = a if part.shared == "A" else b
@@ -287,4 +310,6 @@ def _part(weight: _Weight, part: LoraTarget, index: int, a: Tensor, b: Tensor, r
                 f"each expert of {weight.path!r} has its own lora_{part.shared}; here the experts of a layer share it"
             )
         a, b = (a[0], b) if part.shared == "A" else (a, b[0])
+    missing = rank - a.shape[-2]
+    a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ in ``training/``, token choice is in ``sampling/``.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import AttentionMaskInterface
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
 from lorimer.engine.model.attention import group_sequences, packed_attention
+from lorimer.engine.model.attention_kernels import Kernel, choose
 from lorimer.engine.model.device import Device
+from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
-from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, fastest_packed_rows, join_siblings
+from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
 from lorimer.engine.model.mlp import replace_gated_mlps
-from lorimer.engine.model.norms import replace_norms
+from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
@@ -77,11 +78,14 @@ class BaseModel:
         directory: str = "",
         vision: Vision | str = TEXT_ONLY,
         has_copies: bool = True,
+        trains_base: bool = False,
     ) -> None:
         """``vision`` reads images; a string is the reason why this model cannot.
 
         Without ``has_copies`` no weight is stored a second time in a faster layout, so that ``shard`` can free it.
+        With ``trains_base`` the weights are those of a full run: nothing keeps a copy of them.
         """
+        has_copies = has_copies and not trains_base
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
         self.shards = ALONE
@@ -93,7 +97,9 @@ class BaseModel:
         refuse_unpackable(self.config)
         model.requires_grad_(False).eval().to(device.handle)
         self.targets: list[LoraTarget] = find_targets(model)
-        self.slot = PassSlot()
+        self.slot = PassSlot(trains_base)
+        self.transformer = model
+        self.grouping = Grouping(device.handle, device.dtype, self.config.hidden_size)
         probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
         with torch.no_grad():
             reference = _reference_logits(model, probe, device.handle)
@@ -108,6 +114,7 @@ class BaseModel:
                 # Models with an attention of their own fail here, because they do not get the mask they expect.
                 raise ModelRefused(f"{self.architecture} cannot be packed: {error}") from error
             self._probe_steps(probe[0].to(device.handle))
+        self._choose_kernels()
 
     def _inject(self, model: PreTrainedModel, has_copies: bool) -> None:
         head = model.get_output_embeddings()
@@ -135,7 +142,7 @@ class BaseModel:
             module.lorimer_slot = self.slot
         join_siblings(part, packed_rows)
         _number_attention_layers(part)
-        replace_norms(part)
+        replace_norms(part, self.slot.trains_base)
         replace_gated_mlps(part, self.slot)
         self.steps = []
         self._layers = _decoder_layers(model)
@@ -147,6 +154,65 @@ class BaseModel:
             _use_implementation(model, "sdpa")  # a vision tower's eager attention needs memory quadratic in its patches
         _use_implementation(part, IMPLEMENTATION)
         self.decoder = model.get_decoder()
+        if self.slot.trains_base:
+            self._find_native(replace_embedding(self._embedding))
+
+    # ── weights that a full run trains ────────────────────────────────────────────────────────────────
+
+    def _find_native(self, is_embedding_ours: bool) -> None:
+        """Let autograd compute the gradients that no layer of ours does, of routers, other norms and the like."""
+        ours = {id(p) for p in self._output.parameters()}
+        for module in self.transformer.modules():
+            if isinstance(module, FrozenLinear | FrozenRMSNorm) or hasattr(module, "lorimer_targets"):
+                ours |= {id(p) for p in module.parameters(recurse=False)}
+            if isinstance(sinks := getattr(module, "sinks", None), Tensor):
+                ours.add(id(sinks))
+        if is_embedding_ours:
+            ours.add(id(self._embedding.weight))
+        elif self._embedding.weight is self._output.weight:
+            ours.discard(id(self._embedding.weight))
+        self._native = [p for p in self.transformer.parameters() if id(p) not in ours]
+
+    @contextlib.contextmanager
+    def recording(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Add gradients of parameters to ``buffers``, by their names, within the block."""
+        trained = [(self.transformer.get_parameter(name), buffer) for name, buffer in buffers.items()]
+        native = {id(p) for p in self._native}
+        for parameter, buffer in trained:
+            parameter.grad = buffer
+            parameter.requires_grad_(id(parameter) in native)
+        try:
+            yield
+        finally:
+            for parameter, _ in trained:
+                parameter.grad = None
+                parameter.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute with other weights within the block; nothing is copied."""
+        parameters = {name: self.transformer.get_parameter(name) for name in weights}
+        own = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = own[name]
+
+    def _choose_kernels(self) -> None:
+        """Choose the implementation of each layer's attention on the device that the model has now."""
+        known: dict[Any, Kernel | None] = {}
+        for module in self.decoder.modules():
+            if hasattr(module, "lorimer_heads"):
+                shape, heads = module.lorimer_shape, module.lorimer_heads
+                key = shape.scale, shape.window, shape.softcap, shape.sinks is None, heads
+                if key not in known:
+                    # The kernels have no gradient of the sinks, which a full run may train.
+                    has_sinks = self.slot.trains_base and shape.sinks is not None
+                    known[key] = None if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
+                module.lorimer_kernel = known[key]
 
     # ── sharding ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,6 +235,8 @@ class BaseModel:
             others = [self._embedding] if head is None else [self._embedding, head]
             shards.shard(self.decoder, self._layers, others)
             self.shards, self.device = shards, device
+            self.grouping = Grouping(device.handle, device.dtype, self.config.hidden_size)
+            self._choose_kernels()
             self._head_unit = others[-1]
             after = self._probe_logits(probe)
             self.end_pass()
@@ -244,6 +312,7 @@ class BaseModel:
             inputs = self.vision.overlay(tokens_T, positions_T, placements)
         else:
             inputs = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+        current.slices = self.grouping.arrange(current.slices)
         self.slot.current = current
         try:
             with self.shards.together():
@@ -313,19 +382,26 @@ class BaseModel:
             raise ModelRefused(f"{self.architecture} does not use transformers' attention interface")
         for _ in tokens_N:
             slab.add(cache)
-        decode = DecodeAttention(slab, torch.arange(len(tokens_N), device=prompt.device))
+        decode = DecodeAttention(slab, range(len(tokens_N)), prompt.device)
         return self.hidden(tokens_N, positions_N, Pass([], cache=decode))
 
 
 def register_implementations() -> None:
-    """Register our attention and experts functions with transformers; only models opened here use them."""
+    """Register our attention and experts functions with transformers; only models opened here use them.
+
+    No function for masks, so that transformers makes none: packed attention knows the sequences itself.
+    """
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, packed_experts)
 
 
 def load_model(
-    directory: Path, device: Device, name: str, max_image_pixels: int = 2**24, is_sharded: bool = False
+    directory: Path,
+    device: Device,
+    name: str,
+    max_image_pixels: int = 2**24,
+    is_sharded: bool = False,
+    trains_base: bool = False,
 ) -> BaseModel:
     """Load a Hugging Face directory without downloading anything or running code in it."""
     register_implementations()
@@ -338,7 +414,11 @@ def load_model(
     if is_sharded and not isinstance(vision, str):
         # The tower would have to be whole on every rank, and its passes the same on all of them.
         vision = "its base is shared by several ranks, which read text only"
-    return BaseModel(model, device, name, str(directory), vision, has_copies=not is_sharded)
+    if trains_base and getattr(config, "vision_config", None) is not None:
+        raise ModelRefused(
+            f"{name!r} has a vision tower; full fine-tuning accepts models of text only, LoRA this one too"
+        )
+    return BaseModel(model, device, name, str(directory), vision, not is_sharded, trains_base)
 
 
 def load_tokenizer(directory: Path | str) -> Any:
@@ -358,10 +438,6 @@ def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> list[int]:
     for value in found:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return sorted(ids)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: packed attention knows the sequences itself."""
 
 
 def _move_plain_tensors(module: nn.Module, device: torch.device) -> None:

@@ -1,16 +1,21 @@
 """Devices: which one to use, in which dtype, and how much memory it has.
 
 Other modules ask a ``Device`` and contain no ``if cuda``. CPU numbers are measured here; those of CUDA and MPS come
-from torch.
+from torch. ``upload`` and ``download`` are the only copies between host and device in a pass: reading one value makes
+the host wait until the device has computed everything before it.
 """
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorimer.engine.config import EngineConfig
@@ -31,6 +36,45 @@ class Device:
     def with_float64(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on a device that has float64: a copy on the CPU for MPS, which has none."""
         return tensor.cpu() if self.type == "mps" else tensor
+
+
+_ALIGNMENT = 16
+"""Where arrays begin in a copy of several: kernels read vectors of this many bytes."""
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device | None) -> list[Tensor]:
+    """Return arrays as tensors of ``device``: one copy from pinned memory, which the host does not wait for.
+
+    On the CPU they share the memory of the arrays.
+    """
+    if device is None or device.type in ("cpu", "mps"):
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    places, size = [], 0
+    for array in arrays:
+        places.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    joined = np.zeros(size, np.uint8)
+    for place, array in zip(places, arrays, strict=True):
+        joined[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    copied = torch.from_numpy(joined).pin_memory().to(device, non_blocking=True)
+    return [
+        copied[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for place, array in zip(places, arrays, strict=True)
+    ]
+
+
+def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Return tensors as arrays of the host: one copy, for which the host waits."""
+    if any(tensor.device.type in ("cpu", "mps") for tensor in tensors) or not tensors:
+        return [tensor.cpu().numpy() for tensor in tensors]
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    joined = torch.cat(parts).cpu().numpy()
+    arrays, place = [], 0
+    for tensor, part in zip(tensors, parts, strict=True):
+        kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        arrays.append(joined[place : place + len(part)].copy().view(kind).reshape(tensor.shape))
+        place += len(part)
+    return arrays
 
 
 def open_device(config: EngineConfig, rank: int = 0) -> Device:

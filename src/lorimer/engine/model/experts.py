@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.model.device import download
 from lorimer.engine.training.batch import AdapterSlice
 
 
@@ -31,9 +32,13 @@ def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_we
     """Compute the ``forward`` of an experts module for transformers."""
     current = module.lorimer_slot.current
     top_k = top_k_index.shape[-1]
-    order_S, runs = _sort(top_k_index, current.slices)
+    order_S, runs = _sort(top_k_index, module.num_experts, current.slices)
     if current.count_experts:
-        current.expert_counts[id(module)] = torch.bincount(top_k_index.flatten(), minlength=module.num_experts)
+        copies, weights = top_k_index.flatten(), current.num_sequences_T
+        counted = torch.ones_like(copies) if weights is None else weights.repeat_interleave(top_k)
+        # Not bincount, for which the host waits.
+        counts = counted.new_zeros(module.num_experts).scatter_add_(0, copies, counted)
+        current.expert_counts[id(module)] = counts
     x = hidden_TH[order_S // top_k]
     if module.has_gate:
         x = module._apply_gate(_linear(x, module, "gate_up_proj", ("gate", "up"), runs))
@@ -48,19 +53,21 @@ def packed_experts(module: Any, hidden_TH: Tensor, top_k_index: Tensor, top_k_we
     return weighted[back].view(*top_k_index.shape, -1).sum(1).to(hidden_TH.dtype)
 
 
-def _sort(top_k_index: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, list[_Run]]:
+def _sort(top_k_index: Tensor, num_experts: int, slices: list[AdapterSlice]) -> tuple[Tensor, list[_Run]]:
     """Sort token copies by (expert, adapter); return the order and its runs of equal keys."""
     owner = torch.full(top_k_index.shape[:1], len(slices), device=top_k_index.device)
     for i, part in enumerate(slices):
         owner[part.start : part.stop] = i
-    key_S = (top_k_index * (len(slices) + 1) + owner[:, None]).flatten()
-    order_S = torch.argsort(key_S, stable=True)
-    values, counts = torch.unique_consecutive(key_S[order_S], return_counts=True)
+    key_S, order_S = torch.sort((top_k_index * (len(slices) + 1) + owner[:, None]).flatten(), stable=True)
+    keys = torch.arange(num_experts * (len(slices) + 1), device=key_S.device)
+    # The host plans the products of a layer by what its router has chosen, so it waits for it, once.
+    (stops,) = download([torch.searchsorted(key_S, keys, right=True)])
     runs, start = [], 0
-    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-        expert, i = divmod(value, len(slices) + 1)
-        runs.append(_Run(start, start + count, expert, slices[i] if i < len(slices) else None))
-        start += count
+    for key, stop in enumerate(stops.tolist()):
+        if stop > start:
+            expert, i = divmod(key, len(slices) + 1)
+            runs.append(_Run(start, stop, expert, slices[i] if i < len(slices) else None))
+            start = stop
     return order_S, runs
 
 
@@ -117,6 +124,7 @@ class _ExpertLinear(torch.autograd.Function):
         d_y, d_x, weight = grads[0], torch.empty_like(x), _weight(ctx.module, ctx.name)
         for run in ctx.runs:
             torch.mm(d_y[run.start : run.stop], weight[run.expert], out=d_x[run.start : run.stop])
+        _add_gradients(ctx.module, ctx.name, x, d_y, ctx.runs)
         for run, target, inner in ctx.inner:
             a, b = (_factor(f, run.expert) for f in run.part.weights[target.name])
             d_rows = d_y[run.start : run.stop, target.rows]
@@ -127,6 +135,19 @@ class _ExpertLinear(torch.autograd.Function):
                 d_a.addmm_(d_inner.float().t(), x[run.start : run.stop].float())
                 d_b.addmm_(d_rows.float().t(), inner.float(), alpha=run.part.scale)
         return d_x, None, None, None, None, None
+
+
+def _add_gradients(module: Any, name: str, x: Tensor, d_y: Tensor, runs: list[_Run]) -> None:
+    """Add the gradients of the experts' own weights and biases to their buffers; only a full run has these."""
+    d_weight, d_bias = getattr(module, name).grad, getattr(module, f"{name}_bias").grad if module.has_bias else None
+    for run in runs:
+        rows = d_y[run.start : run.stop]
+        if d_weight is not None and module.is_transposed:
+            d_weight[run.expert].addmm_(x[run.start : run.stop].t(), rows)
+        elif d_weight is not None:
+            d_weight[run.expert].addmm_(rows.t(), x[run.start : run.stop])
+        if d_bias is not None:
+            d_bias[run.expert] += rows.sum(0)
 
 
 def balance_metrics(counts: list[Tensor]) -> dict[str, float]:

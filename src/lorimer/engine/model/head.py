@@ -1,14 +1,17 @@
 """The output head: log probabilities of chosen tokens, and their gradient, without the full logits ever existing.
 
-Rows are taken a chunk at a time. Where the loss at a position depends on that position alone, the gradient is made
-from the same chunk of logits; where it needs the whole datum, the chunk is computed a second time. Rows that cannot
-have a gradient never come here for one. Sampling asks for whole rows of logits, of which it has few.
+Rows are taken a chunk at a time; a row that sequences share, or that has several targets, is computed once for all of
+them. Where the loss at a position depends on that position alone, the gradient is made from the same chunk of logits;
+where it needs the whole datum, the chunk is computed a second time. Rows that cannot have a gradient never come here
+for one. Sampling asks for whole rows of logits, of which it has few.
 
-Legend: N rows, H hidden size, V vocabulary, K targets at a position.
+Legend: N rows, H hidden size, V vocabulary, P targets of all rows.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +22,23 @@ from lorimer.engine.training.batch import AdapterSlice
 CHUNK_BYTES = 64 << 20
 
 Gradient = Callable[[slice, Tensor], Tensor]
-"""Maps rows and their log probabilities to the gradient of the loss with respect to these."""
+"""Maps a range of targets and their log probabilities to the gradient of the loss with respect to these."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tokens to score, sorted by row; every row has at least one."""
+
+    ids_P: Tensor
+    rows_P: Tensor
+    """The row of each target."""
+    firsts: np.ndarray
+    """``(N + 1,)``: the number of each row's first target, and P."""
+
+    def of(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
+        """Return the targets of a range of rows: which they are, their rows within the range, and their ids."""
+        mine = slice(int(self.firsts[rows.start]), int(self.firsts[rows.stop]))
+        return mine, self.rows_P[mine] - rows.start, self.ids_P[mine]
 
 
 class Head:
@@ -32,34 +51,37 @@ class Head:
         """Return float32 logits ``(N, V)`` as the model defines them, on a device that has float64."""
         return self._device.with_float64(self._forward(x_NH, slices)[0])
 
-    def logprobs(self, x_NH: Tensor, targets: Tensor, adapter: AdapterSlice | None) -> Tensor:
-        """Return the log probabilities of ``targets``, ``(N,)`` or ``(N, K)``."""
-        parts = [
-            _choose(self._forward(x_NH[rows], _whole(adapter, rows))[0].log_softmax(-1), targets[rows])
-            for rows in self._chunks(len(x_NH))
-        ]
-        return torch.cat(parts) if parts else targets.new_empty(targets.shape, dtype=torch.float32)
+    def logprobs(self, x_NH: Tensor, targets: Targets, adapter: AdapterSlice | None) -> Tensor:
+        """Return the log probabilities ``(P,)`` of the targets."""
+        logprobs_P = torch.empty(len(targets.ids_P), dtype=torch.float32, device=x_NH.device)
+        for rows in self._chunks(len(x_NH)):
+            mine, row, ids = targets.of(rows)
+            logprobs_P[mine] = self._forward(x_NH[rows], _whole(adapter, rows))[0].log_softmax(-1)[row, ids]
+        return logprobs_P
 
     def backpropagate(
-        self, x_NH: Tensor, targets: Tensor, adapter: AdapterSlice | None, gradient: Gradient
+        self, x_NH: Tensor, targets: Targets, adapter: AdapterSlice | None, gradient: Gradient
     ) -> tuple[Tensor, Tensor]:
-        """Return the log probabilities of ``targets`` and the loss's gradient with respect to ``x_NH``.
+        """Return the log probabilities ``(P,)`` of the targets and the loss's gradient with respect to ``x_NH``.
 
         ``gradient`` is called once for each chunk of rows; the adapter's gradients are added to its buffers.
         """
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=x_NH.device)
+        logprobs_P = torch.empty(len(targets.ids_P), dtype=torch.float32, device=x_NH.device)
         d_x_NH = torch.empty_like(x_NH)
         for rows in self._chunks(len(x_NH)):
-            x = x_NH[rows]
+            x, (mine, row, ids) = x_NH[rows], targets.of(rows)
             logits_NV, products = self._forward(x, _whole(adapter, rows))
             all_logprobs_NV = logits_NV.log_softmax(-1)
-            logprobs[rows] = _choose(all_logprobs_NV, targets[rows])
-            d_logits_NV = _softmax_gradient(all_logprobs_NV, targets[rows], gradient(rows, logprobs[rows]))
+            logprobs_P[mine] = all_logprobs_NV[row, ids]
+            d_logits_NV = _softmax_gradient(all_logprobs_NV, row, ids, gradient(mine, logprobs_P[mine]))
             d_raw_NV = self._map.backpropagate_(d_logits_NV, logits_NV).to(x.dtype)
-            d_x_NH[rows] = self._matrix.multiply_transposed(d_raw_NV)
+            with torch.no_grad():
+                d_x_NH[rows] = self._matrix.multiply_transposed(d_raw_NV)
             backpropagate(x, d_raw_NV, products, d_x_NH[rows])
-        return logprobs, d_x_NH
+            self._matrix.add_gradient(x, d_raw_NV)
+        return logprobs_P, d_x_NH
 
+    @torch.no_grad()
     def _forward(self, x: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, Products]:
         raw, products = multiply_with_adapters(x, self._matrix, self._targets, slices)
         return self._map.apply_(raw.float()), products
@@ -78,12 +100,8 @@ def _whole(adapter: AdapterSlice | None, rows: slice) -> list[AdapterSlice]:
     return [AdapterSlice(0, rows.stop - rows.start, adapter.weights, adapter.scale, adapter.grads)]
 
 
-def _choose(logprobs_NV: Tensor, targets: Tensor) -> Tensor:
-    return logprobs_NV.gather(1, targets if targets.dim() == 2 else targets[:, None]).view(targets.shape)
-
-
-def _softmax_gradient(logprobs_NV: Tensor, targets: Tensor, d_logprobs: Tensor) -> Tensor:
+def _softmax_gradient(logprobs_NV: Tensor, row: Tensor, ids: Tensor, d_logprobs: Tensor) -> Tensor:
     """Return the gradient with respect to logits, computed in place of ``logprobs_NV``."""
-    d_NK, targets_NK = (t if t.dim() == 2 else t[:, None] for t in (d_logprobs, targets))
-    d_logits_NV = logprobs_NV.exp_().mul_(-d_NK.sum(1, keepdim=True))
-    return d_logits_NV.scatter_add_(1, targets_NK, d_NK)
+    total_N = d_logprobs.new_zeros(len(logprobs_NV)).index_add_(0, row, d_logprobs)
+    d_logits_NV = logprobs_NV.exp_().mul_(total_N.neg_()[:, None])
+    return d_logits_NV.index_put_((row, ids), d_logprobs, accumulate=True)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.model import grouped
+from lorimer.engine.model.grouped import GroupedSlices
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 
@@ -76,6 +78,13 @@ class FrozenMatrix:
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
         return d_y @ self.weight
 
+    def add_gradient(self, x: Tensor, d_y: Tensor) -> None:
+        """Add the gradients of weight and bias to their buffers; only a full run has these."""
+        if self.weight.grad is not None:
+            self.weight.grad.addmm_(d_y.t(), x)
+        if self.bias is not None and self.bias.grad is not None:
+            self.bias.grad += d_y.sum(0)
+
 
 def pack(weight: Tensor) -> Tensor:
     """Pack the weight for oneDNN, which would otherwise do so on each call."""
@@ -132,7 +141,7 @@ class FrozenLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         slices = self.slot.current.slices
-        if torch.is_grad_enabled() and slices:
+        if torch.is_grad_enabled() and self.slot.current.is_trained:
             y = _LoraLinear.apply(rows, self._anchor, self, slices)
         elif self.siblings is not None and len(rows) <= self.siblings.max_rows:
             y = self.siblings.multiply(self, x, rows, slices)
@@ -192,7 +201,7 @@ def join_siblings(model: nn.Module, max_rows: int) -> None:
                     layer.matrix.unpack()
 
 
-Products = list[tuple[AdapterSlice, LoraTarget, Tensor]]
+Products = list[tuple[AdapterSlice | GroupedSlices, LoraTarget, Tensor]]
 
 
 def multiply_with_adapters(
@@ -201,21 +210,34 @@ def multiply_with_adapters(
     """Return the layer's output, and the inner products ``A @ x`` that its backward pass needs."""
     if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
         return multiply_packed(x, merged, matrix.bias), []
-    y, products = matrix.multiply(x), []
-    for part in slices:
-        for target in targets:
+    y = matrix.multiply(x)
+    return y, add_products(x, y, targets, slices)
+
+
+def add_products(x: Tensor, y: Tensor, targets: list[LoraTarget], slices: list[AdapterSlice]) -> Products:
+    """Add the low-rank products of the slices to ``y``; return the inner products."""
+    products: Products = []
+    for target in targets:
+        if isinstance(slices, GroupedSlices) and grouped.accepts(target):
+            found = grouped.multiply(x, y, target, slices)
+            products += [] if found is None else [(slices, target, found)]
+            continue
+        for part in slices:
             pair = part.weights.get(target.name)
             if pair is not None:
                 a, b = (factor.to(x.dtype) for factor in pair)
                 inner = x[part.start : part.stop] @ a.t()
                 y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
                 products.append((part, target, inner))
-    return y, products
+    return products
 
 
 def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None) -> None:
     """Add the adapters' part to ``d_x`` and their own gradients to the buffers of their slices."""
     for part, target, inner in products:
+        if isinstance(part, GroupedSlices):
+            grouped.backpropagate(x, d_y, inner, target, part, d_x)
+            continue
         a, b = part.weights[target.name]
         x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
         d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
@@ -225,6 +247,23 @@ def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None
             d_b.addmm_(d_y_part.float().t(), inner.float(), alpha=part.scale)
         if d_x is not None:
             d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
+
+
+class Grouping:
+    """Decides for each pass whether the products of its adapters are grouped."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, hidden_size: int) -> None:
+        def alone(x: Tensor, target: LoraTarget, slices: list[AdapterSlice]) -> None:
+            y = torch.zeros_like(x)
+            backpropagate(x, y, add_products(x, y, [target], slices), torch.zeros_like(x))
+
+        # Not compared on a CPU, where a small product takes no time to start and grouping only copies.
+        self._device = device
+        self.is_used = device.type == "cuda" and grouped.is_better(device, dtype, hidden_size, alone)
+
+    def arrange(self, slices: list[AdapterSlice]) -> list[AdapterSlice]:
+        """Return the slices of a pass in the form in which they are multiplied: one alone gains nothing."""
+        return GroupedSlices(slices, self._device) if self.is_used and len(slices) > 1 else slices
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -241,4 +280,5 @@ class _LoraLinear(torch.autograd.Function):
         d_y = grads[0]
         d_x = ctx.layer.matrix.multiply_transposed(d_y) if ctx.needs_input_grad[0] else None
         backpropagate(x, d_y, ctx.products, d_x)
+        ctx.layer.matrix.add_gradient(x, d_y)
         return d_x, None, None, None

@@ -1,4 +1,8 @@
-"""The token budget of a training pass, from the memory that a short pass keeps for its backward pass."""
+"""The token budget of a training pass, from the memory that a short pass keeps for its backward pass.
+
+A pass has at most ``token_budget`` tokens, unless one sequence is longer. As long as its activations fit into memory
+they are kept; a longer pass computes each layer again in its backward pass.
+"""
 
 import torch
 from torch import Tensor
@@ -11,15 +15,21 @@ from lorimer.engine.training.batch import AdapterSlice, Pass
 
 MIN_BUDGET, MAX_BUDGET = 256, 2048
 """Longer passes are not faster, because their matrix products are large already, and they delay samples."""
+MAX_DEVICE_BUDGET = 8192
+"""Of devices other than a CPU, whose products must be larger to fill them."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 _NUM_BACKWARD_TENSORS = 4
 
 
-def find_token_budget(model: BaseModel, memory_bytes: int) -> int:
-    """Return the maximum number of tokens of a pass whose activations fit into ``memory_bytes``."""
-    budget = int(memory_bytes / activation_bytes_per_token(model))
-    return max(MIN_BUDGET, min(MAX_BUDGET, budget))
+def count_fitting_tokens(model: BaseModel, memory_bytes: int) -> int:
+    """Return the number of tokens whose activations fit into ``memory_bytes``."""
+    return int(memory_bytes / activation_bytes_per_token(model))
+
+
+def choose_token_budget(fitting_tokens: int, device_type: str) -> int:
+    """Return the maximum number of tokens of a pass, where ``fitting_tokens`` fit into memory."""
+    return max(MIN_BUDGET, min(MAX_BUDGET if device_type == "cpu" else MAX_DEVICE_BUDGET, fitting_tokens))
 
 
 def activation_bytes_per_token(model: BaseModel) -> float:

@@ -25,10 +25,10 @@ class GatedForward:
         self._gate, self._up, self._down, self._act = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
 
     def __call__(self, x: Tensor) -> Tensor:
-        slices = self._slot.current.slices
-        if not (torch.is_grad_enabled() and slices):
+        current = self._slot.current
+        if not (torch.is_grad_enabled() and current.is_trained):
             return self._forward(x)
-        return self.multiply(x, slices)
+        return self.multiply(x, current.slices)
 
     def multiply(self, x: Tensor, slices: list[AdapterSlice]) -> Tensor:
         gate, up = (layer(x).view(-1, layer.out_features) for layer in (self._gate, self._up))
@@ -56,6 +56,7 @@ class _GatedDown(torch.autograd.Function):
         product = value * up
         d_product = ctx.down.matrix.multiply_transposed(grads[0])
         backpropagate(product, grads[0], ctx.products, d_product)
+        ctx.down.matrix.add_gradient(product, grads[0])
         d_up = torch.mul(d_product, value, out=product)
         (d_gate,) = torch.autograd.grad(acted, leaf, d_product.mul_(up))
         return d_gate, d_up, None, None, None

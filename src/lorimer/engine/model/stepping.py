@@ -93,6 +93,8 @@ class _Parts:
         """Raise ``AttributeError`` for a layer that has other submodules."""
         attention, mlp = layer.self_attn, layer.mlp
         self._number, self._shape = attention.lorimer_layer, attention.lorimer_shape
+        if self._shape.sinks is not None and attention.lorimer_slot.trains_base:
+            raise AttributeError("the sinks of a layer that is trained change")
         self._qkv = _Product.of(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
         self._out = _Product.of(attention, "o_proj")
         self._head_dim: int = attention.head_dim

@@ -6,13 +6,14 @@ view of the tokenizer, which is kept.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lorimer.engine.model.device import upload
 from lorimer.errors import InvalidInput, Unsupported
 
 _SHOWN_CHARS = 500
@@ -28,15 +29,10 @@ class Constraint:
     def copy(self) -> "Constraint":
         return Constraint(self._matcher.deep_copy())
 
-    def allowed(self, vocab_size: int) -> np.ndarray:
+    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Return ``bool[vocab_size]``: the tokens that are allowed next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(bool)
-
-    def mask_(self, logits_V: Tensor) -> None:
-        """Mask the logits of tokens that are not allowed next."""
-        allowed = torch.from_numpy(self.allowed(len(logits_V))).to(logits_V.device)
-        logits_V.masked_fill_(~allowed, float("-inf"))
 
     def advance(self, token: int) -> str:
         """Advance by the token that was drawn; return the reason if the grammar cannot be followed any further."""
@@ -48,6 +44,13 @@ class Constraint:
     def is_complete(self) -> bool:
         """Whether only an end of sequence can follow."""
         return bool(self._matcher.is_stopped())
+
+
+def mask_(logits_NV: Tensor, allowed: Mapping[int, NDArray[np.bool_]]) -> None:
+    """Mask the logits of tokens that are not allowed next; ``allowed`` has the constrained rows."""
+    if allowed:
+        rows, masks = upload([np.array(list(allowed)), ~np.stack(list(allowed.values()))], logits_NV.device)
+        logits_NV[rows] = logits_NV[rows].masked_fill_(masks, float("-inf"))
 
 
 class Grammars:

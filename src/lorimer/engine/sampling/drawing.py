@@ -13,22 +13,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lorimer.engine.model.device import upload
+
 _BLOCK = 256
+_MAX_SORTED = 1 << 22
+"""Maximum probabilities sorted together, which bounds memory."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class DrawRules:
-    """One entry for each row."""
+    """One entry for each row; what the host must know is known without asking the device."""
 
     temperatures: Tensor
-    top_ks: list[int]
-    top_ps: list[float]
+    is_scaled: bool
+    """Whether a temperature is not 1."""
+    is_greedy: bool
+    """Whether a temperature is 0."""
+    cut: Tensor
+    """The M rows with a ``top_k`` or ``top_p``."""
+    top_ks: Tensor
+    """``(M, 1)``; 0 is no limit."""
+    top_ps: Tensor
+    """``(M, 1)``"""
 
     @classmethod
     def of(cls, rules: list[tuple[float, int, float]], device: torch.device) -> "DrawRules":
-        temperatures, top_ks, top_ps = zip(*rules, strict=True)
-        return cls(torch.tensor(temperatures, device=device), list(top_ks), list(top_ps))
+        kinds = (np.float32, np.int64, np.float64)
+        temperatures, top_ks, top_ps = (
+            np.array(values, kind) for values, kind in zip(zip(*rules, strict=True), kinds, strict=True)
+        )
+        cut = np.flatnonzero((top_ks > 0) | (top_ps < 1))
+        on_device = upload([temperatures, cut, top_ks[cut, None], top_ps[cut, None]], device)
+        is_scaled, is_greedy = bool((temperatures != 1).any()), bool((temperatures == 0).any())
+        return cls(on_device[0], is_scaled, is_greedy, *on_device[1:])
 
 
 def derive_seed(seed: int, *path: int) -> int:
@@ -54,10 +72,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def scaled_logprobs(logits_NV: Tensor, temperatures: Tensor) -> Tensor:
+def scaled_logprobs(logits_NV: Tensor, rules: DrawRules) -> Tensor:
     """Return log probabilities of the temperature-scaled distribution; overwrite ``logits_NV``."""
-    if bool((temperatures != 1).any()):
-        divisors = torch.where(temperatures == 0, 1.0, temperatures)
+    if rules.is_scaled:
+        divisors = torch.where(rules.temperatures == 0, 1.0, rules.temperatures)
         # A tiny temperature may overflow the division; the largest logit then takes everything.
         logits_NV = logits_NV.sub_(logits_NV.amax(-1, keepdim=True)).div_(divisors[:, None])
     return logits_NV.log_softmax(-1)
@@ -66,21 +84,27 @@ def scaled_logprobs(logits_NV: Tensor, temperatures: Tensor) -> Tensor:
 def draw(logprobs_NV: Tensor, rules: DrawRules, numbers_N: np.ndarray) -> Tensor:
     """Draw one token for each row by inverting its cumulative distribution at ``numbers_N``."""
     probabilities_NV = logprobs_NV.exp()
-    for row, (top_k, top_p) in enumerate(zip(rules.top_ks, rules.top_ps, strict=True)):
-        if 0 < top_k < probabilities_NV.shape[1] or top_p < 1:
-            _truncate_(probabilities_NV[row], top_k, top_p)
-    tokens = _invert(probabilities_NV, torch.from_numpy(numbers_N).to(logprobs_NV.device, torch.float32))
-    is_greedy_N = rules.temperatures == 0
-    return torch.where(is_greedy_N, logprobs_NV.argmax(-1), tokens) if bool(is_greedy_N.any()) else tokens
+    size = max(1, _MAX_SORTED // probabilities_NV.shape[1])
+    for rows, top_ks, top_ps in zip(*(x.split(size) for x in (rules.cut, rules.top_ks, rules.top_ps)), strict=True):
+        if len(rows):
+            probabilities_NV[rows] = _truncated(probabilities_NV[rows], top_ks, top_ps)
+    (points_N,) = upload([numbers_N.astype(np.float32)], logprobs_NV.device)
+    tokens = _invert(probabilities_NV, points_N)
+    if not rules.is_greedy:
+        return tokens
+    return torch.where(rules.temperatures == 0, logprobs_NV.argmax(-1), tokens)
 
 
-def _truncate_(probabilities_V: Tensor, top_k: int, top_p: float) -> None:
+def _truncated(probabilities_MV: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """Keep the ``top_k`` likeliest tokens, of those the fewest whose mass reaches ``top_p``; ties go to lower ids."""
-    order = torch.sort(probabilities_V, descending=True, stable=True)
-    kept = order.values[: top_k if top_k > 0 else None]
-    mass = kept.double().cumsum(0)
-    num_kept = int((mass < top_p * float(mass[-1])).sum()) + 1
-    probabilities_V[order.indices[min(num_kept, len(kept)) :]] = 0
+    order = torch.sort(probabilities_MV, descending=True, stable=True)
+    ranks = torch.arange(probabilities_MV.shape[1], device=probabilities_MV.device)
+    kept = order.values.masked_fill((top_ks > 0) & (ranks >= top_ks), 0)
+    mass = kept.double().cumsum(-1)
+    # A token is kept if the mass before it is not enough; the first one always is.
+    is_enough = mass >= top_ps * mass[:, -1:]
+    kept[:, 1:].masked_fill_(is_enough[:, :-1], 0)
+    return torch.zeros_like(probabilities_MV).scatter_(1, order.indices, kept)
 
 
 def _invert(weights_NV: Tensor, numbers_N: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Row i of what is computed from position i scores position i + 1; the first position has no score.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.messages import SampleRequest, TopkLogprobs
+from lorimer.engine.model.device import download, upload
 from lorimer.engine.model.head import Head
 from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
 from lorimer.engine.training.batch import AdapterSlice
@@ -54,45 +56,61 @@ class PromptScores:
         """Score the tokens after ``positions``, whose hidden states are ``x_NH``."""
         wanted = (positions + 1 >= self.first_position) & (positions + 1 < len(self._message.prompt))
         rows = np.flatnonzero(wanted)
+        computed: list[list[Tensor]] = []
         for start in range(0, len(rows), _ROWS):
             part = rows[start : start + _ROWS]
             adapters = [AdapterSlice(0, len(part), s.weights, s.scale) for s in slices]
-            logits_NV = head.logits(x_NH[torch.from_numpy(part).to(x_NH.device)], adapters)
-            self._score(logits_NV, positions[part] + 1)
+            (on_device,) = upload([part], x_NH.device)
+            computed.append(self._compute(head.logits(x_NH[on_device], adapters), positions[part] + 1))
+        if computed:
+            found = download([torch.cat(parts) for parts in zip(*computed, strict=True)])
+            self._store(iter(found), positions[rows] + 1)
 
-    def _score(self, logits_NV: Tensor, positions: np.ndarray) -> None:
+    def _compute(self, logits_NV: Tensor, positions: np.ndarray) -> list[Tensor]:
+        """Compute what was asked for at some positions, in the order in which ``_store`` takes it."""
         message, device = self._message, logits_NV.device
         logprobs_NV = logits_NV.log_softmax(-1)
+        found: list[Tensor] = []
 
-        def given(ids: np.ndarray) -> np.ndarray:
-            return logprobs_NV.gather(1, torch.from_numpy(ids.astype(np.int64)).to(device)).cpu().numpy()
+        def give(ids: np.ndarray) -> None:
+            found.append(logprobs_NV.gather(1, upload([ids.astype(np.int64)], device)[0]))
 
-        n = message.prompt_logprobs_last_n
-        reported = positions >= (1 if n is None else len(message.prompt) - n)
         if message.prompt_logprobs:
-            own = given(np.asarray(message.prompt)[positions][:, None])[:, 0]
-            self._logprobs[positions[reported]] = own[reported]
-            if self._is_image is not None:
-                self._logprobs[self._is_image] = np.nan
+            give(np.asarray(message.prompt)[positions][:, None])
         if message.topk_prompt_logprobs:
-            ids, values = best(logprobs_NV, message.topk_prompt_logprobs)
-            self._top_ids[positions], self._top[positions] = ids.cpu().numpy(), values.cpu().numpy()
-        if self._given is not None and message.target_prompt_logprobs is not None:
-            ids = message.target_prompt_logprobs[positions - 1]
-            self._given[positions - 1] = np.where(ids >= 0, given(np.maximum(ids, 0)), 0)
+            found += best(logprobs_NV, message.topk_prompt_logprobs)
+        if message.target_prompt_logprobs is not None:
+            give(np.maximum(message.target_prompt_logprobs[positions - 1], 0))
         if message.prompt_alt_tokens_k:
-            self._draw(logits_NV, positions)
+            found += self._draw(logits_NV, positions)
+        return found
 
-    def _draw(self, logits_NV: Tensor, positions: np.ndarray) -> None:
+    def _draw(self, logits_NV: Tensor, positions: np.ndarray) -> list[Tensor]:
         message = self._message
         params = message.params
         rules = DrawRules.of([(params.temperature, params.top_k, params.top_p)] * len(positions), logits_NV.device)
-        logprobs_NV = scaled_logprobs(logits_NV, rules.temperatures)
+        logprobs_NV = scaled_logprobs(logits_NV, rules)
+        drawn = []
         for k in range(message.prompt_alt_tokens_k):
             numbers = uniforms([derive_seed(self._seed, k)] * len(positions), positions.tolist())
-            tokens_N = draw(logprobs_NV, rules, numbers)
-            self._drawn_ids[positions - 1, k] = tokens_N.cpu().numpy()
-            self._drawn[positions - 1, k] = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].cpu().numpy()
+            drawn.append(draw(logprobs_NV, rules, numbers))
+        tokens_NK = torch.stack(drawn, 1)
+        return [tokens_NK, logprobs_NV.gather(1, tokens_NK)]
+
+    def _store(self, found: Iterator[np.ndarray], positions: np.ndarray) -> None:
+        message, n = self._message, self._message.prompt_logprobs_last_n
+        reported = positions >= (1 if n is None else len(message.prompt) - n)
+        if message.prompt_logprobs:
+            self._logprobs[positions[reported]] = next(found)[reported, 0]
+            if self._is_image is not None:
+                self._logprobs[self._is_image] = np.nan
+        if message.topk_prompt_logprobs:
+            self._top_ids[positions], self._top[positions] = next(found), next(found)
+        if self._given is not None and message.target_prompt_logprobs is not None:
+            ids = message.target_prompt_logprobs[positions - 1]
+            self._given[positions - 1] = np.where(ids >= 0, next(found), 0)
+        if message.prompt_alt_tokens_k:
+            self._drawn_ids[positions - 1], self._drawn[positions - 1] = next(found), next(found)
 
     def result(self) -> dict[str, Any]:
         """Return the fields of a ``SampleResult`` that were asked for."""

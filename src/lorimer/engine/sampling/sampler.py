@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Literal
 
 import numpy as np
@@ -26,9 +26,10 @@ from torch import Tensor
 from lorimer.engine.adapters.adapters import FrozenAdapter
 from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
 from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.model.device import download, upload
 from lorimer.engine.model.head import Head
 from lorimer.engine.model.vision import Placement, SequenceImages
-from lorimer.engine.sampling.constraints import Constraint, Grammars
+from lorimer.engine.sampling.constraints import Constraint, Grammars, mask_
 from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
 from lorimer.engine.sampling.kv_cache import (
     DecodeAttention,
@@ -37,6 +38,7 @@ from lorimer.engine.sampling.kv_cache import (
     PrefixStore,
     PromptCache,
     Slab,
+    find_pasts,
 )
 from lorimer.engine.sampling.merged import MergedAdapter
 from lorimer.engine.sampling.prompts import PromptScores
@@ -282,7 +284,7 @@ class Sampler:
                 self._score(prefill, hidden_TH[span.start : span.stop], part)
             if not done:
                 return []
-            last = torch.tensor([spans[i].stop - 1 for i in done], device=hidden_TH.device)
+            (last,) = upload([np.array([spans[i].stop - 1 for i in done])], hidden_TH.device)
             return self._begin([prefills[i] for i in done], hidden_TH[last])
 
     def _compute(self, prefills: list[Prefill], spans: list[PrefillSpan], parts: list[np.ndarray]) -> Tensor:
@@ -354,7 +356,7 @@ class Sampler:
             logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
             for start in range(0, len(waiting), _DRAWS):
                 part = waiting[start : start + _DRAWS]
-                owners = torch.tensor([i for i, _ in part], device=logits_NV.device)
+                (owners,) = upload([np.array([i for i, _ in part])], logits_NV.device)
                 replies += self._draw([s for _, s in part], logits_NV[owners])
         except Exception as error:
             self._blame([s.request for _, s in waiting], error)
@@ -364,10 +366,18 @@ class Sampler:
     # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
     def _fill_slab(self) -> None:
-        while self._ready and len(self._rows) < self._max_rows and self._slab.can_add(self._ready[0][1].length):
+        num_free = self._max_rows - len(self._rows)
+        if not self._ready or num_free <= 0:
+            return
+        pasts = find_pasts((cache for _, cache in islice(self._ready, num_free)), self._slab.pasts)
+        while self._ready and len(self._rows) < self._max_rows:
+            past = pasts.get(self._ready[0][1])
+            if not self._slab.can_add(self._ready[0][1].length, past):
+                return
             sequence, cache = self._ready.popleft()
+            num_coming = min(len(self._ready), self._max_rows - len(self._rows) - 1)
             try:
-                self._slab.add(cache)
+                self._slab.add(cache, past, num_coming)
             except Exception as error:  # the slab may have been growing, and is then unusable
                 self._blame([s.request for s in (*self._rows, sequence)], error)
                 return
@@ -408,13 +418,12 @@ class Sampler:
         # Rows in the order of adapters, so that each adapter owns one slice of the pass.
         order = sorted(range(len(self._rows)), key=lambda row: self._rows[row].request.weights)
         sequences = [self._rows[row] for row in order]
-        device = self.model.device.handle
-        attention = DecodeAttention(self._slab, torch.tensor(order, device=device))
+        attention = DecodeAttention(self._slab, order, self.model.device.handle)
         tokens, positions = np.array([(s.tokens[-1], s.position) for s in sequences]).T
-        slices = self._decode_slices(sequences)
-        hidden_NH = self._run(tokens, positions, Pass(slices, cache=attention))
+        current = Pass(self._decode_slices(sequences), cache=attention)
+        hidden_NH = self._run(tokens, positions, current)
         attention.finish()
-        return self._draw(sequences, self._head.logits(hidden_NH, slices))
+        return self._draw(sequences, self._head.logits(hidden_NH, current.slices))
 
     def _decode_slices(self, sequences: list[Sequence]) -> list[AdapterSlice]:
         slices, first = _slices([(s.request, 1) for s in sequences]), sequences[0].request
@@ -425,32 +434,35 @@ class Sampler:
     def _run(
         self, tokens: np.ndarray, positions: np.ndarray, current: Pass, placements: list[Placement] | None = None
     ) -> Tensor:
-        tokens_T, positions_T = (torch.from_numpy(x).to(self.model.device.handle) for x in (tokens, positions))
+        tokens_T, positions_T = upload([tokens, positions], self.model.device.handle)
         return self.model.hidden(tokens_T, positions_T, current, placements or ())
 
     def _draw(self, sequences: list[Sequence], logits_NV: Tensor) -> list[Reply]:
         """Choose a token for each sequence, end those that stop, and return the replies of complete requests."""
+        allowed: dict[int, np.ndarray] = {}
         for row, sequence in enumerate(sequences):
             if sequence.constraint is not None:
                 try:
-                    sequence.constraint.mask_(logits_NV[row])
+                    allowed[row] = sequence.constraint.allowed(logits_NV.shape[1])
                 except Exception as error:
                     self._blame([sequence.request], error)
+        mask_(logits_NV, allowed)
         rules = DrawRules.of([s.rule for s in sequences], logits_NV.device)
         numbers = uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
-        logprobs_NV = scaled_logprobs(logits_NV, rules.temperatures)
+        logprobs_NV = scaled_logprobs(logits_NV, rules)
         tokens_N = draw(logprobs_NV, rules, numbers)
-        chosen = logprobs_NV.gather(1, tokens_N[:, None])[:, 0].tolist()
         most = max(s.request.message.topk_sample_logprobs for s in sequences)
-        tops = [x.cpu().numpy() for x in best(logprobs_NV, most)] if most else None
+        tops = best(logprobs_NV, most) if most else ()
+        # The only time that the host waits for the step.
+        drawn, chosen, *top = download([tokens_N, logprobs_NV.gather(1, tokens_N[:, None])[:, 0], *tops])
         self.num_sampled += len(sequences)
         replies: list[Reply] = []
-        for i, (sequence, token, logprob) in enumerate(zip(sequences, tokens_N.tolist(), chosen, strict=True)):
+        for i, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tolist(), chosen.tolist(), strict=True)):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             k = sequence.request.message.topk_sample_logprobs
-            if k and tops is not None:
-                sequence.best.append((tops[0][i, :k], tops[1][i, :k]))
+            if k:
+                sequence.best.append((top[0][i, :k], top[1][i, :k]))
             if sequence.request.failure:
                 continue
             try:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lorimer.errors import InvalidInput, Unsupported
 
@@ -118,12 +121,12 @@ def evaluate(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Config) -> tu
     return total, terms.gradient, MetricSums(totals, _sum(is_active))
 
 
-def active_positions(loss: Loss, inputs: Inputs, config: Config) -> Tensor:
+def active_positions(loss: Loss, inputs: Mapping[str, NDArray[Any]], config: Config) -> NDArray[np.bool_]:
     """Return which of the N positions can have a non-zero gradient, whatever the logprobs are: ``bool (N,)``."""
     if loss.name == "cross_entropy":
         is_weighted = inputs["weights"] != 0
         return is_weighted if is_weighted.ndim == 1 else is_weighted.any(-1)
-    is_active: Tensor = inputs["advantages"] != 0
+    is_active: NDArray[np.bool_] = inputs["advantages"] != 0
     return is_active | True if loss.name == "dro" and config.get("beta", loss.config["beta"]) != 0 else is_active
 
 

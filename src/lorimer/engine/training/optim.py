@@ -1,69 +1,136 @@
-"""Optimisers: the update that `optim_step` applies to an adapter.
+"""One step of an optimiser: checks of its fields, clipping, multipliers, and a guard against infinite numbers.
 
-`apply` checks the parameters of the step, clips, guards against numbers that are not finite, and lets the
-run's optimiser update weights and moments in place. A new optimiser is one entry in `OPTIMIZERS`: its fields
-with their defaults, and its update. Schedules belong to the client, which sends every field with every step.
+`take_step` works on named weights of any shape; `apply` is the `optim_step` of a LoRA run. The updates themselves
+are in `optimizers.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, flatten
-from lorimer.engine.messages import OptimizerConfig
-from lorimer.errors import InvalidInput, Unsupported
+from lorimer.engine.adapters.adapters import Adapter, are_finite, name_factors
+from lorimer.engine.messages import OptimizerConfig, StepField
+from lorimer.engine.training.optimizers import (
+    LARGEST,
+    LARGEST_NORM,
+    OPTIMIZERS,
+    Fields,
+    Optimizer,
+    Range,
+    State,
+    TrainedWeight,
+    defaults,
+    norm,
+    state_of,
+)
+from lorimer.errors import CheckpointError, InvalidInput, Unsupported
 
-_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-"""Limits of float32, the dtype of weights, moments and the parameters of a step."""
-_LARGEST_NORM = math.sqrt(_LARGEST) / 2
-"""Tensors of a smaller norm have finite squares, hence finite second moments. Adding less to what is finite in float32
-leaves it finite, for the largest numbers are much further apart."""
+_CHUNK_BYTES = 64 << 20
+"""Weights updated together; a copy of these is what a step needs to know how far it moved."""
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """One kind of update."""
-
-    defaults: Mapping[str, float]
-    """Every field of a step; ``learning_rate`` and ``grad_clip_norm`` are among them."""
-    moments: tuple[str, ...]
-    """Names of the tensors it keeps for each weight; they begin at zero."""
-    update: Callable[[list[Tensor], list[Tensor], list[list[Tensor]], int, Mapping[str, float]], None]
-    """Changes weights and moments in place, given weights, gradients, moments, steps before, fields."""
-    is_bounded: Callable[[float, list[list[Tensor]], int, Mapping[str, float]], bool]
-    """Whether weights and moments surely stay finite, given the gradient's norm, moments, steps before, fields.
-
-    Only then the update needs no copy of the moments to go back to, which saves two thirds of a step's time.
-    """
+class StepOutcome:
+    is_applied: bool
+    """Whether weights and state have changed, so that the step counts."""
+    metrics: dict[str, float]
 
 
-def apply(adapter: Adapter, params: Mapping[str, float]) -> dict[str, float]:
-    """Take one step with the accumulated gradient and clear it; without one, the gradient is zero.
+def apply(adapter: Adapter, params: Mapping[str, StepField]) -> dict[str, float]:
+    """Take one step of a LoRA run with its accumulated gradient, and clear that; return the metrics of the step."""
+    outcome = take_step(
+        adapter.optimizer,
+        name_factors(adapter.weights),
+        None if adapter.grads is None else name_factors(adapter.grads),
+        adapter.moments,
+        adapter.step,
+        params,
+        adapter.groups,
+    )
+    adapter.clear_gradient()
+    adapter.step += outcome.is_applied
+    return outcome.metrics
+
+
+def take_step(
+    config: OptimizerConfig,
+    weights: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor] | None,
+    state: State,
+    step: int,
+    params: Mapping[str, StepField],
+    groups: Mapping[str, frozenset[str]],
+) -> StepOutcome:
+    """Change ``weights`` and ``state`` in place by one step; without ``grads`` the gradient is zero.
+
+    Weights are float32 of any shape. ``state`` is empty before the first step, and ``step`` is the number of steps
+    applied before. ``groups`` says by weight what ``lr_multipliers`` may name. Gradients may be overwritten.
 
     Fields not in ``params`` have their defaults. The metrics are ``grad_norm`` (before clipping), ``update_norm``,
-    ``param_norm``, ``step`` (the counter afterwards) and ``skipped``. A gradient or a result that is not finite
-    makes ``skipped`` 1: weights, moments and counter stay as they were and the gradient is cleared. A norm that
-    is not finite is left out.
+    ``param_norm``, ``optimizer_step`` (the counter afterwards), ``optimizer_state_bytes`` and ``skipped``. A gradient
+    or a result that is not finite makes ``skipped`` 1: weights and state stay as they were. A norm that is not finite
+    is left out.
     """
-    optimizer = _find(adapter.optimizer)
-    fields = _check_params(adapter.optimizer.type, optimizer.defaults, params)
-    weights = flatten(adapter.weights)
-    gradient = adapter.grads if adapter.grads is not None else _zeros(adapter.weights)
-    grads = flatten(gradient)
+    optimizer = _find(config)
+    fields = _check_params(config.type, optimizer, params)
+    multipliers = _multipliers(fields, weights, groups)
     with torch.no_grad():
-        grad_norm, update_norm = _norm(grads), 0.0
-        is_applied = grad_norm < _LARGEST_NORM
+        trained = {
+            name: TrainedWeight(
+                tensor,
+                torch.zeros_like(tensor) if grads is None else grads[name],
+                state_of(name, state) or optimizer.create_state(tensor, groups.get(name, frozenset())),
+                groups.get(name, frozenset()),
+            )
+            for name, tensor in weights.items()
+        }
+        gradient = [weight.grad for weight in trained.values()]
+        grad_norm, update_norm = norm(gradient), 0.0
+        is_applied = grad_norm < LARGEST_NORM
         if is_applied:
-            _clip(grads, grad_norm, fields["grad_clip_norm"])
-            is_applied, update_norm = _update(adapter, optimizer, grads, grad_norm, fields)
-        adapter.clear_gradient()
-        norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": _norm(weights)}
-    metrics = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    return metrics | {"skipped": float(not is_applied), "optimizer_step": float(adapter.step)}
+            _clip(gradient, grad_norm, fields["grad_clip_norm"])
+            parts = defaultdict(list)
+            for name, weight in trained.items():
+                parts[multipliers[name]].append(weight)
+            scaled = [(part, _scale_rates(fields, multiplier)) for multiplier, part in parts.items()]
+            is_applied, update_norm = _update(optimizer, scaled, grad_norm, step)
+        if is_applied:
+            _keep(state, trained)
+        norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": norm(list(weights.values()))}
+    metrics = {key: value for key, value in norms.items() if math.isfinite(value)}
+    metrics |= {"skipped": float(not is_applied), "optimizer_step": float(step + is_applied)}
+    return StepOutcome(is_applied, metrics | {"optimizer_state_bytes": float(state_bytes(state))})
+
+
+def state_bytes(state: State) -> int:
+    """Return the memory of an optimiser's state."""
+    return sum(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
+
+
+def check_state(
+    config: OptimizerConfig,
+    weights: Mapping[str, Tensor],
+    state: State,
+    step: int,
+    groups: Mapping[str, frozenset[str]],
+) -> None:
+    """Refuse a loaded state that is not the one that ``step`` steps on ``weights`` leave behind."""
+    optimizer = _find(config)
+    for kind, tensors in state.items():
+        if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
+            raise CheckpointError(f"the saved state holds numbers in {kind!r} that are not finite")
+    for name, weight in weights.items():
+        created = optimizer.create_state(weight.to("meta"), groups.get(name, frozenset()))
+        expected = {kind: (tuple(one.shape), one.dtype) for kind, one in created.items()}
+        found = {kind: (tuple(one.shape), one.dtype) for kind, one in state_of(name, state).items()}
+        optional = dict.fromkeys(optimizer.optional, (weight.shape, weight.dtype))
+        if found != expected and (found or step) and {**optional, **found} != {**optional, **expected}:
+            raise CheckpointError(f"the saved state of {name!r} is {found}, where {config.type} has {expected}")
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
@@ -81,107 +148,149 @@ def _find(config: OptimizerConfig) -> Optimizer:
     return OPTIMIZERS[config.type]
 
 
-def _check_params(name: str, defaults: Mapping[str, float], params: Mapping[str, float]) -> dict[str, float]:
-    if unknown := sorted(params.keys() - defaults.keys()):
-        raise InvalidInput(f"{name} has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(defaults)}")
-    fields = {**defaults, **params}
+def _check_params(name: str, optimizer: Optimizer, params: Mapping[str, Any]) -> dict[str, Any]:
+    fields = defaults(name)
+    if unknown := sorted(params.keys() - fields.keys()):
+        raise InvalidInput(f"{name} has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(fields)}")
+    fields |= params
     for key, value in fields.items():
-        accepted, text = _RANGES[key]
-        if not (isinstance(value, int | float) and math.isfinite(value) and accepted(value)):
+        accepted, text = optimizer.ranges.get(key) or _RANGES[key.removeprefix("adamw_")]
+        if not accepted(value):
             raise InvalidInput(f"{name} parameter {key} is {value!r}, but must be {text}")
+    if trouble := optimizer.find_trouble(fields):
+        raise InvalidInput(f"{name}: {trouble}")
     return fields
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
+def _multipliers(
+    fields: Fields, weights: Mapping[str, Tensor], groups: Mapping[str, frozenset[str]]
+) -> dict[str, float]:
+    """Return the product of the multipliers of each weight's groups, by the name of the weight."""
+    given: Mapping[str, float] = fields["lr_multipliers"]
+    known = frozenset[str]().union(*groups.values())
+    if unknown := sorted(given.keys() - known):
+        raise InvalidInput(
+            f"lr_multipliers has {', '.join(map(repr, unknown))}; the run trains weights of {', '.join(sorted(known))}"
+        )
+    found = {name: math.prod(given[group] for group in groups.get(name, ()) if group in given) for name in weights}
+    for key in _RATES & fields.keys():
+        if fields[key] * max(found.values(), default=1.0) > LARGEST:
+            raise InvalidInput(f"{key} {fields[key]!r} times its lr_multipliers is more than float32 holds")
+    return found
 
 
-def _zeros(pairs: Pairs) -> Pairs:
-    return {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in pairs.items()}
+def _scale_rates(fields: Fields, multiplier: float) -> Fields:
+    return {key: value * multiplier if key in _RATES else value for key, value in fields.items()}
 
 
-def _clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
+def _clip(grads: list[Tensor], grad_norm: float, max_norm: float) -> None:
     """Scale ``grads`` in place as `torch.nn.utils.clip_grad_norm_` does; zero means no limit."""
-    if max_norm > 0 and (factor := max_norm / (norm + 1e-6)) < 1:
+    if max_norm > 0 and (factor := max_norm / (grad_norm + 1e-6)) < 1:
         torch._foreach_mul_(grads, factor)
 
 
 def _update(
-    adapter: Adapter, optimizer: Optimizer, grads: list[Tensor], grad_norm: float, fields: Mapping[str, float]
+    optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], grad_norm: float, step: int
 ) -> tuple[bool, float]:
-    """Update the adapter unless the result is not finite; return whether it was finite, and the norm of the change."""
-    pairs = adapter.moments or {name: _zeros(adapter.weights) for name in optimizer.moments}
-    weights, moments = flatten(adapter.weights), [flatten(pairs[name]) for name in optimizer.moments]
-    old_weights = [weight.clone() for weight in weights]
-    if optimizer.is_bounded(grad_norm, moments, adapter.step, fields):
-        optimizer.update(weights, grads, moments, adapter.step, fields)
-    else:
-        old_moments = [[tensor.clone() for tensor in tensors] for tensors in moments]
-        optimizer.update(weights, grads, moments, adapter.step, fields)
-        if not (_norm(weights) < _LARGEST_NORM and all(map(are_finite, moments))):
-            for tensors, old in zip([weights, *moments], [old_weights, *old_moments], strict=True):
-                torch._foreach_copy_(tensors, old)
-            return False, 0.0
-    adapter.moments = pairs
-    adapter.step += 1
-    torch._foreach_sub_(old_weights, weights)
-    return True, _norm(old_weights)
+    """Update the weights unless the result is not finite; return whether it was finite, and the norm of the change."""
+    if all(optimizer.is_bounded(weights, grad_norm, step, fields) for weights, fields in parts):
+        return True, _update_all(optimizer, parts, step)
+    every = [weight for weights, _ in parts for weight in weights]
+    before = [(one, one.clone()) for weight in every for one in (weight.tensor, *weight.state.values())]
+    move = 0.0
+    try:
+        move = _update_all(optimizer, parts, step)
+        is_usable = all(map(_is_usable, every))
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # torch's word for a factor that float32 cannot hold
+            raise
+        is_usable = False
+    if not is_usable:
+        for tensor, copy in before:
+            tensor.copy_(copy)
+        return False, 0.0
+    return True, move
 
 
-def _update_adamw(
-    weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], step: int, fields: Mapping[str, float]
-) -> None:
-    steps = torch.full((len(weights),), float(step), device=weights[0].device)
-    adamw(
-        weights,
-        grads,
-        moments[0],
-        moments[1],
-        [],
-        list(steps.unbind()),
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        lr=fields["learning_rate"],
-        beta1=fields["beta1"],
-        beta2=fields["beta2"],
-        eps=fields["eps"],
-        weight_decay=fields["weight_decay"],
-    )
+def _update_all(optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], step: int) -> float:
+    """Update all weights, a chunk at a time, and return the norm of the change."""
+    moves = []
+    for weights, fields in parts:
+        for chunk in _chunks(weights):
+            tensors = [weight.tensor for weight in chunk]
+            old = [tensor.clone() for tensor in tensors]
+            optimizer.update(chunk, step, fields)
+            torch._foreach_sub_(old, tensors)
+            moves.append(norm(old))
+    return moves[0] if len(moves) == 1 else math.hypot(*moves)
 
 
-def _is_adamw_bounded(grad_norm: float, moments: list[list[Tensor]], step: int, fields: Mapping[str, float]) -> bool:
-    # The first moment is no larger than its past or the gradient, and what divides it no smaller than eps. A kernel
-    # may multiply in any order, and a product that overflows on the way makes NaN of zeros.
-    eps, lr = fields["eps"], fields["learning_rate"] / (1 - fields["beta1"] ** (step + 1))
-    largest = max(grad_norm, _norm(moments[0]))
-    are_products_finite = lr < _LARGEST and lr * largest < _LARGEST and largest / eps < _LARGEST
-    is_update_small = lr * largest / eps < _LARGEST_NORM and fields["learning_rate"] * fields["weight_decay"] <= 1
-    return are_products_finite and is_update_small and eps >= _SMALLEST
+def _chunks(weights: list[TrainedWeight]) -> Iterator[list[TrainedWeight]]:
+    chunk: list[TrainedWeight] = []
+    num_bytes = 0
+    for weight in weights:
+        if chunk and num_bytes + weight.tensor.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append(weight)
+        num_bytes += weight.tensor.nbytes
+    yield chunk
 
 
-_UP_TO = f"a finite number of at least 0 and, as float32 holds it, at most {_LARGEST:.4g}"
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "learning_rate": (lambda value: 0 <= value <= _LARGEST, _UP_TO),
-    "beta1": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    "beta2": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    "eps": (lambda value: 0 < value <= _LARGEST, f"a finite number above 0 and at most {_LARGEST:.4g}"),
-    "weight_decay": (lambda value: 0 <= value <= _LARGEST, _UP_TO),
-    "grad_clip_norm": (lambda value: value >= 0, "a finite number of at least 0, where 0 means no clipping"),
-}
+def _is_usable(weight: TrainedWeight) -> bool:
+    state = [tensor for tensor in weight.state.values() if tensor.is_floating_point()]
+    return norm([weight.tensor]) < LARGEST_NORM and (not state or are_finite(state))
 
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": Optimizer(
-        defaults={
-            "learning_rate": 1e-4,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-12,
-            "weight_decay": 0.0,
-            "grad_clip_norm": 0.0,
-        },
-        moments=("exp_avg", "exp_avg_sq"),
-        update=_update_adamw,
-        is_bounded=_is_adamw_bounded,
-    )
+
+def _keep(state: State, trained: Mapping[str, TrainedWeight]) -> None:
+    """Put the tensors of a first step, and those that came into being later, into the state."""
+    for name, weight in trained.items():
+        for key, tensor in weight.state.items():
+            state.setdefault(key, {})[name] = tensor
+
+
+def _number(accepts: Callable[[float], bool], text: str) -> Range:
+    def accepts_number(value: Any) -> bool:
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and accepts(value)
+        )
+
+    return accepts_number, text
+
+
+_RATES = frozenset({"learning_rate", "adamw_learning_rate"})
+"""Fields that ``lr_multipliers`` multiply."""
+_UP_TO = _number(
+    lambda value: 0 <= value <= LARGEST,
+    f"a finite number of at least 0 and, as float32 holds it, at most {LARGEST:.4g}",
+)
+_ABOVE = _number(lambda value: 0 < value <= LARGEST, f"a finite number above 0 and at most {LARGEST:.4g}")
+_BELOW_ONE = _number(lambda value: 0 <= value < 1, "at least 0 and below 1")
+_FLAG: Range = (lambda value: isinstance(value, bool), "true or false")
+_RANGES: dict[str, Range] = {
+    "learning_rate": _UP_TO,
+    "beta1": _BELOW_ONE,
+    "beta2": _BELOW_ONE,
+    "eps": _ABOVE,
+    "weight_decay": _UP_TO,
+    "grad_clip_norm": _number(lambda value: value >= 0, "a finite number of at least 0, where 0 means no clipping"),
+    "lr_multipliers": (
+        lambda value: isinstance(value, Mapping) and all(_UP_TO[0](one) for one in value.values()),
+        f"an object of finite numbers from 0 to {LARGEST:.4g} by group of weights",
+    ),
+    "momentum": _BELOW_ONE,
+    "dampening": _number(lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "nesterov": _FLAG,
+    "beta2_decay": _number(lambda value: -LARGEST <= value <= 0, "a finite number of at most 0"),
+    "eps1": _ABOVE,
+    "eps2": _ABOVE,
+    "d": _ABOVE,
+    "ns_coefficients": (
+        lambda value: isinstance(value, list | tuple) and len(value) == 3 and all(_UP_TO[0](abs(one)) for one in value),
+        "three finite numbers",
+    ),
+    "ns_steps": _number(lambda value: value in range(1, 100), "an integer from 1 to 99"),
+    "adjust_lr_fn": (lambda value: value in ("original", "match_rms_adamw"), "'original' or 'match_rms_adamw'"),
+    "r": _number(lambda value: 0 <= value <= 10, "from 0 to 10"),
+    "weight_lr_power": _number(lambda value: 0 <= value <= 4, "from 0 to 4"),
 }

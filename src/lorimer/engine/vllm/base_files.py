@@ -93,6 +93,6 @@ def check_adapter(directory: str, max_rank: int) -> None:
     settings = json.loads((Path(directory) / "adapter_config.json").read_text("utf-8"))
     if settings["r"] > max_rank:
         raise InvalidInput(f"the adapter has rank {settings['r']}; this sampler accepts up to {max_rank}")
-    for name in ("target_parameters", "rank_pattern", "use_rslora", "use_dora", "modules_to_save"):
+    for name in ("target_parameters", "rank_pattern", "use_dora", "modules_to_save"):
         if settings.get(name):
             raise InvalidInput(f"the adapter has {name} {settings[name]!r}, which the vLLM sampler does not accept")

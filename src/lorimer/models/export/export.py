@@ -1,4 +1,4 @@
-"""Export a saved adapter as a PEFT directory, a merged Hugging Face directory, or a GGUF file.
+"""Export a saved adapter or full run as a PEFT directory, a Hugging Face directory, or a GGUF file.
 
 The output is checked first and then appears atomically. The caller finds the base model; `merging.py` merges,
 `check.py` compares and `gguf.py` converts.
@@ -39,6 +39,48 @@ class Exported:
     """Comparison of the merged model with base and adapter; None if nothing was merged, or unchecked."""
     read_back: ReadBack | None = None
     """The check of a GGUF file, if it was made."""
+
+
+def is_full_run(directory: Path) -> bool:
+    """Return whether a saved run is a full one: the weights of a whole model, and not an adapter."""
+    return (directory / "config.json").is_file() and not (directory / _SETTINGS).exists()
+
+
+def export_full(saved: Path, output: Path, dtype: ExportDtype) -> Exported:
+    """Write the model of a full run as it is, without the state of training."""
+    if dtype not in ("auto", "float32"):
+        raise InvalidInput(f"dtype {dtype!r}: a full run is exported in float32, as it was trained; 'auto' is accepted")
+    with placed(output) as directory:
+        _copy_model(saved, directory)
+    return Exported(output, _size(output))
+
+
+def export_full_gguf(
+    saved: Path,
+    output: Path,
+    dtype: ExportDtype,
+    *,
+    llama_cpp: Path | None,
+    cache: Path | None,
+    is_checked: bool,
+    progress: Progress,
+) -> Exported:
+    """Write the model of a full run as one file for llama.cpp."""
+    converter = find_converter(llama_cpp, cache, progress)
+    kind: GgufType = "f32" if dtype == "auto" else "q8_0" if dtype == "q8_0" else _KINDS[getattr(torch, dtype)]
+    with placed(output) as file, tempfile.TemporaryDirectory(dir=file.parent, prefix=".lorimer-") as temporary:
+        directory = Path(temporary) / output.stem
+        _copy_model(saved, directory)
+        write_gguf(directory, file, kind, converter, progress)
+        read_back = check_gguf(directory, file, kind, progress) if is_checked else None
+    return Exported(output, _size(output), read_back=read_back)
+
+
+def _copy_model(saved: Path, directory: Path) -> None:
+    directory.mkdir()
+    for path in sorted(saved.iterdir()):
+        if path.name != "lorimer.json" and not path.name.startswith("training_state"):
+            shutil.copyfile(path, directory / path.name)
 
 
 def base_model_of(adapter: Path) -> str:

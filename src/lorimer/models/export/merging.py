@@ -31,30 +31,16 @@ from transformers.core_model_loading import (
 
 from lorimer.engine.adapters.adapters import Pairs
 from lorimer.engine.adapters.checkpoints import load_weights, read_config
-from lorimer.engine.adapters.lora import ALPHA, LoraTarget, find_targets, is_trained
+from lorimer.engine.adapters.lora import LoraTarget, find_targets, is_trained, scale_of
 from lorimer.engine.model.vision import model_class
 from lorimer.errors import CheckpointError, ModelRefused
+from lorimer.models.sources import COMPANION_FILES
 
 Progress = Callable[[str, float | None], None]
 MergedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """Dtype of the merged weights; ``auto`` keeps that of each stored weight."""
 
 _SHARD_BYTES = 2 << 30
-_COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "LICEN[CS]E*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -90,7 +76,7 @@ class LoadedAdapter:
         targets = find_targets(self.model)
         self.config = read_config(str(adapter))
         self.pairs: Pairs = load_weights(str(adapter), targets, self.config)
-        self.scale = ALPHA / self.config.rank
+        self.scale = scale_of(self.config)
         self.by_weight: dict[str, list[LoraTarget]] = defaultdict(list)
         for target in targets:
             if is_trained(target, self.config):
@@ -150,7 +136,7 @@ def merge(adapter: LoadedAdapter, base: Path, out: Path, dtype: MergedDtype, pro
     written = _plan(adapter, stored)
     changed = _write_shards(adapter, stored, written, out, dtype, progress)
     _write_json(out / "config.json", _merged_config(settings, adapter.unties, dtype))
-    for pattern in _COPIED:
+    for pattern in COMPANION_FILES:
         for path in base.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, out / path.name)

@@ -1,5 +1,6 @@
 """Routes for runs and checkpoints: list, describe, publish, copy, set an expiry, delete."""
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer import types
-from lorimer.errors import InvalidInput
+from lorimer.errors import CheckpointError, InvalidInput
 from lorimer.server.bodies import decode
 from lorimer.server.context import context_of, sdk_of, user_of
 from lorimer.server.errors import Refusal
@@ -28,6 +29,8 @@ from lorimer.server.routes.replies import done, reply
 from lorimer.server.signing import user_urn
 from lorimer.store import audit, checkpoints, idempotency, quotas, runs, sessions
 from lorimer.store.checkpoints import Checkpoint
+from lorimer.store.directory import DataDirectory
+from lorimer.store.manifests import read_files
 from lorimer.store.runs import Run
 from lorimer.types.checkpoints import SetTtlRequest
 from lorimer.types.compatibility import knows_external
@@ -54,6 +57,7 @@ def shown_checkpoint(checkpoint: Checkpoint) -> types.Checkpoint:
         public=checkpoint.public,
         user_metadata=checkpoint.user_metadata or None,
         expires_at=checkpoint.expires_at,
+        step=checkpoint.step,
     )
 
 
@@ -67,9 +71,10 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
         training_run_id=run.model_id,
         base_model=run.base_model,
         model_owner=user_urn(run.user_id),
-        is_lora=True,
+        is_lora=run.method == "lora",
+        method=run.method,
         corrupted=run.corrupted is not None,
-        lora_rank=run.rank,
+        lora_rank=run.rank or None,
         last_request_time=run.last_request_at,
         last_checkpoint=newest.get("training"),
         last_sampler_checkpoint=newest.get("sampler"),
@@ -80,8 +85,12 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
         train_attn=run.train_attn,
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
+        use_rslora=run.use_rslora,
+        train_embed=run.train_embed,
+        train_norms=run.train_norms,
         optimizer_type=run.optimizer_type,
         replica=run.replica,
+        run_id=run.run_id,
     )
 
 
@@ -122,7 +131,20 @@ async def get_training_run(request: Request) -> Response:
     found = await context_of(request).store.read(accessible_run, run_id, user_id) if is_id(run_id) else None
     if found is None or (scope == "owned" and found[0].user_id != user_id):
         raise missing_run(run_id)
-    return reply(shown_run(*found))
+    shown = shown_run(*found)
+    if found[0].user_id == user_id:
+        size = await asyncio.to_thread(snapshot_bytes, context_of(request).directory, found[0])
+        shown = shown.model_copy(update={"snapshot_bytes": size})
+    return reply(shown)
+
+
+def snapshot_bytes(directory: DataDirectory, run: Run) -> int | None:
+    """Return the size of a run's snapshots in the data directory; None if they are elsewhere or being replaced."""
+    try:
+        found = [read_files(directory.snapshots / name) for name in (run.snapshot_name, run.newest_name) if name]
+    except CheckpointError:
+        return None
+    return sum(file["size"] for files in found for file in files.values())
 
 
 async def list_checkpoints(request: Request) -> Response:
@@ -294,6 +316,7 @@ def copy_checkpoint(
         kind=source.kind,
         name=source.name,
         weights_id=source.weights_id,
+        step=source.step,
         user_metadata=source.user_metadata,
         expires_at=expires_at,
     )
@@ -337,8 +360,12 @@ def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.Cop
         train_attn=weights.train_attn,
         train_mlp=weights.train_mlp,
         train_unembed=weights.train_unembed,
+        use_rslora=weights.use_rslora,
         optimizer_type=weights.optimizer_type,
         user_metadata=origin.user_metadata if origin else {},
+        method=weights.method,
+        train_embed=weights.train_embed,
+        train_norms=weights.train_norms,
     )
     runs.mark_unloaded(c, run.model_id)
     return run

@@ -1,16 +1,18 @@
 """Validates fields of requests: text lengths against the settings, ranges of numbers, and supported names."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from lorimer.errors import InvalidInput, Unsupported
+from lorimer.errors import InvalidInput, NotFound, Unsupported
 from lorimer.server.data_checks import check_count
 from lorimer.server.routes.ownership import is_id, quote_id
 from lorimer.server.settings import Settings
-from lorimer.types import OptimizerConfig
+from lorimer.types import LoraConfig, OptimizerConfig
 from lorimer.types.optim import OPTIMIZERS
+from lorimer.types.runs import RunIdentity, UpdateRunRequest
 
 MIN_TTL_SECONDS = 3600
 MAX_TTL_SECONDS = 10 * 366 * 86_400
@@ -29,6 +31,14 @@ def check_text(settings: Settings, **texts: str | None) -> None:
 def check_metadata(settings: Settings, value: object, field: str = "user_metadata") -> None:
     size = len(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
     check_count(f"the size of {field} in bytes", size, settings.max_metadata_bytes, "max_metadata_bytes")
+
+
+def check_run(settings: Settings, run: RunIdentity | UpdateRunRequest | None) -> None:
+    """Refuse texts of a run that are too long, and a configuration above ``max_metadata_bytes``."""
+    if run is not None:
+        check_text(settings, name=run.name, notes=run.notes, tags="".join(run.tags or []))
+        check_text(settings, run_key=run.run_key if isinstance(run, RunIdentity) else None)
+        check_metadata(settings, run.config, "config")
 
 
 def text_metadata(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -55,8 +65,36 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
     return ttl_seconds
 
 
+def check_lora(settings: Settings, config: LoraConfig | None) -> str | None:
+    """Refuse kinds of LoRA that are not available. Return the directory of the adapter that a run begins with."""
+    if config is None:
+        return None
+    if config.use_dora:
+        raise Unsupported(
+            "use_dora is not available: DoRA divides by the norm of each row of the base weight plus the adapter, a"
+            " product as large as the weight for each adapter and step; use_rslora is accepted"
+        )
+    if config.init_from is None:
+        return None
+    check_text(settings, init_from=config.init_from)
+    root = Path(settings.peft_adapters)
+    names = sorted(path.parent.name for path in root.glob("*/adapter_config.json")) if settings.peft_adapters else []
+    if config.init_from not in names:
+        accepted = ", ".join(map(quote_id, names[:20])) or "none: the server has no adapters (peft_adapters)"
+        raise NotFound(f"there is no adapter {quote_id(config.init_from)}; accepted are {accepted}")
+    return str((root / config.init_from).absolute())
+
+
 def check_optimizer(config: OptimizerConfig | None) -> None:
-    """Refuse unsupported optimizers. Dimuon is refused because its update rule is not published."""
-    if config is not None and config.type not in OPTIMIZERS:
+    """Refuse unsupported optimizers and unknown fields. Dimuon is refused because its update rule is not published."""
+    if config is None:
+        return
+    if config.type not in OPTIMIZERS:
         reason = "its update is not published" if config.type == "dimuon" else "it is not known"
-        raise Unsupported(f"optimizer {quote_id(config.type)} is not available: {reason}; accepted is 'adamw'")
+        accepted = ", ".join(map(repr, OPTIMIZERS))
+        raise Unsupported(f"optimizer {quote_id(config.type)} is not available: {reason}; accepted are {accepted}")
+    if unknown := sorted(config.model_extra or {}):
+        raise InvalidInput(
+            f"optimizer_config has the field {quote_id(unknown[0])}; only 'type' is accepted, and all other fields of"
+            " an optimizer are those of a step"
+        )

@@ -6,6 +6,7 @@ Only the owner of a run can read or report metrics; publishing a checkpoint does
 import re
 from typing import Any
 
+from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +21,7 @@ from lorimer.server.routes.field_checks import MAX_SEQ_ID
 from lorimer.server.routes.ownership import find_run, quote_id
 from lorimer.server.routes.queries import MAX_LIMIT, query_number, query_text
 from lorimer.server.routes.replies import reply
-from lorimer.store import futures, metrics
+from lorimer.store import futures, metrics, tracking
 from lorimer.store.metrics import START, Choice, Cursor, Reading
 from lorimer.types.metrics import (
     LAST_STEP,
@@ -43,18 +44,27 @@ async def get_metrics(request: Request) -> Response:
     """Return a run's points that are new or rewritten since a cursor, thinned to `max_points` if given."""
     run = await find_run(request, request.path_params["run_id"])
     after, choice = query_cursor(request), query_choice(request)
-    max_entries = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
-    limit = query_number(request, "limit", max_entries, max_entries)
+    limit = query_limit(request, choice)
     store = context_of(request).store
     found = await store.read(metrics.read, run.model_id, after, min(limit, ENTRIES_PER_READ), choice)
     while choice.max_points is not None and found.has_more and found.num_entries < limit:
         room = min(limit - found.num_entries, ENTRIES_PER_READ)
         found = await store.read(metrics.read_on, run.model_id, found, room, choice)
+    return await reply_metrics(found, choice, ".".join(map(str, found.cursor)))
+
+
+def query_limit(request: Request, choice: Choice) -> int:
+    max_entries = MAX_LIMIT if choice.max_points is None else MAX_ENTRIES_TO_THIN
+    return query_number(request, "limit", max_entries, max_entries)
+
+
+async def reply_metrics(found: Reading, choice: Choice, cursor: str, **more: object) -> Response:
+    """Return a response with the points of a reading, encoded off the loop if there are many."""
     num_points = sum(len(one.steps) for one in found.series.values())
-    return await off_loop(num_points * BYTES_OF_POINT, lambda: reply(answer(found, choice)))
+    return await off_loop(num_points * BYTES_OF_POINT, lambda: reply(answer(found, choice, cursor) | more))
 
 
-def answer(found: Reading, choice: Choice) -> dict[str, Any]:
+def answer(found: Reading, choice: Choice, cursor: str) -> dict[str, Any]:
     """Build the JSON of a `RunMetricsResponse` without pydantic, for speed.
 
     Orjson writes non-finite numbers as null.
@@ -64,7 +74,7 @@ def answer(found: Reading, choice: Choice) -> dict[str, Any]:
         | ({} if choice.max_points is None else {"steps_per_bucket": one.steps_per_bucket})
         for (source, name), one in found.series.items()
     ]
-    return {"series": series, "cursor": ".".join(map(str, found.cursor)), "has_more": found.has_more}
+    return {"series": series, "cursor": cursor, "has_more": found.has_more}
 
 
 def query_choice(request: Request) -> Choice:
@@ -97,14 +107,20 @@ async def report_metrics(request: Request) -> Response:
     settings = context.settings
     body, _ = await decode_data(request, DecodeMetrics(), MetricsHead, metrics_limits(settings))
     kept = await context.store.write(
-        metrics.report,
+        report_and_progress,
         run.model_id,
-        body.reports,
-        body.names,
+        body,
         max_names=settings.max_metric_names_per_run,
         max_values=settings.max_metric_values_per_run,
     )
     return reply(ReportMetricsResponse(num_values=kept))
+
+
+def report_and_progress(c: Connection, /, model_id: str, body: MetricsHead, **limits: int) -> int:
+    """Store a report together with the progress that it tells. Return the number of values."""
+    if body.steps_done is not None:
+        tracking.report_progress(c, model_id, body.steps_done)
+    return metrics.report(c, model_id, body.reports, body.names, **limits)
 
 
 async def list_operations(request: Request) -> Response:
@@ -129,21 +145,17 @@ async def list_operations(request: Request) -> Response:
     return reply(RunOperationsResponse(operations=operations, has_more=len(found) > limit))
 
 
+METRICS_QUERY: dict[str, dict[str, Any]] = {
+    "after": {"type": "string"},
+    "names": {"type": "string"},
+    "first_step": {"type": "integer", "minimum": 0},
+    "last_step": {"type": "integer", "minimum": 0},
+    "max_points": {"type": "integer", "minimum": POINTS_PER_BUCKET, "maximum": MAX_POINTS},
+    "limit": {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES_TO_THIN},
+}
+
 ROUTES = [
-    Endpoint(
-        "GET",
-        f"{RUN}/metrics",
-        get_metrics,
-        query={
-            "after": {"type": "string"},
-            "names": {"type": "string"},
-            "first_step": {"type": "integer", "minimum": 0},
-            "last_step": {"type": "integer", "minimum": 0},
-            "max_points": {"type": "integer", "minimum": POINTS_PER_BUCKET, "maximum": MAX_POINTS},
-            "limit": {"type": "integer", "minimum": 0, "maximum": MAX_ENTRIES_TO_THIN},
-        },
-        answer=RunMetricsResponse,
-    ),
+    Endpoint("GET", f"{RUN}/metrics", get_metrics, query=METRICS_QUERY, answer=RunMetricsResponse),
     Endpoint("POST", f"{RUN}/metrics", report_metrics, body=ReportMetricsRequest, answer=ReportMetricsResponse),
     Endpoint(
         "GET",

@@ -50,7 +50,7 @@ async def find_session(request: Request, session_id: str) -> Session:
 async def find_run(request: Request, model_id: str) -> Run:
     """Return the caller's run. Raise `NotFound` otherwise."""
     run = await look_up(request, runs.get_run, model_id)
-    if run is None or run.user_id != user_of(request).user_id:
+    if run is None or run.user_id != user_of(request).user_id or run.deleted_at is not None:
         raise missing_run(model_id)
     return run
 
@@ -131,7 +131,7 @@ def visible_checkpoints(connection: Connection, run: Run, user_id: str) -> list[
 def accessible_run(connection: Connection, model_id: str, user_id: str) -> tuple[Run, list[Checkpoint]] | None:
     """Return a run and the checkpoints visible to the user, or none if the user may not see the run."""
     run = runs.get_run(connection, model_id)
-    if run is None:
+    if run is None or run.deleted_at is not None:
         return None
     found = visible_checkpoints(connection, run, user_id)
     return (run, found) if found or run.user_id == user_id else None

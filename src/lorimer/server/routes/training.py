@@ -13,8 +13,10 @@ from lorimer.server.context import context_of, user_of
 from lorimer.server.decoding import DecodeTraining, TrainingHead, validate
 from lorimer.server.openapi import JSON, PROTOBUF, Endpoint
 from lorimer.server.routes.field_checks import (
+    check_lora,
     check_metadata,
     check_optimizer,
+    check_run,
     check_seq_id,
     check_text,
 )
@@ -33,19 +35,22 @@ from lorimer.server.routes.replies import promise, reply
 from lorimer.store.runs import Run
 from lorimer.types.checkpoints import WeightsInfoRequest
 from lorimer.types.encoding import EncodedTraining
+from lorimer.types.optim import optimizer_config
 
 MAX_MEDIA_CHARS = 200
 
 
 async def create_model(request: Request) -> Response:
-    """Create a run with a new adapter."""
+    """Create a run with a new adapter, or a full run."""
     context, user = context_of(request), user_of(request)
     body = await decode(request, types.CreateModelRequest)
     check_text(context.settings, base_model=body.base_model)
     check_metadata(context.settings, body.user_metadata)
     check_optimizer(body.optimizer_config)
+    check_run(context.settings, body.run)
+    directory = check_lora(context.settings, body.lora_config)
     session = await find_session(request, body.session_id)
-    return promise(await context.scheduler.create_model(user, session, body))
+    return promise(await context.scheduler.create_model(user, session, body, directory))
 
 
 async def get_info(request: Request) -> Response:
@@ -60,16 +65,18 @@ async def get_info(request: Request) -> Response:
         model_name=run.base_model,
         tokenizer_id=tokenizer,
         model_id=run.model_id,
-        lora_rank=run.rank,
+        lora_rank=run.rank or None,
     )
     return reply(
         types.GetInfoResponse(
             type="get_info",
             model_data=data,
             model_id=run.model_id,
-            is_lora=True,
-            lora_rank=run.rank,
+            optimizer_config=optimizer_config(run.optimizer_type),
+            is_lora=run.method == "lora",
+            lora_rank=run.rank or None,
             model_name=run.base_model,
+            method=run.method,
         )
     )
 
@@ -137,7 +144,7 @@ async def load_weights(request: Request) -> Response:
         return await create_from_weights(request, validate(raw, types.LoadWeightsRequest))
     async with parsed_operation(request, types.LoadWeightsRequest, raw) as submitted:
         context, run, body = submitted.context, submitted.run, submitted.body
-        for name in ("model_seq_id", "base_model", "optimizer_config", "user_metadata"):
+        for name in ("model_seq_id", "base_model", "optimizer_config", "user_metadata", "run"):
             if getattr(body, name) is not None:
                 raise InvalidInput(f"{name} is accepted only with session_id, which makes a new run")
         weights = await find_weights(request, body.path, body.weights_access_token)
@@ -155,6 +162,7 @@ async def create_from_weights(request: Request, body: types.LoadWeightsRequest) 
         raise InvalidInput("model_seq_id is missing; with session_id it names the run to make")
     check_optimizer(body.optimizer_config)
     check_metadata(context.settings, body.user_metadata)
+    check_run(context.settings, body.run)
     session = await find_session(request, body.session_id or "")
     weights = await find_weights(request, body.path, body.weights_access_token)
     return promise(await context.scheduler.create_from_weights(user_of(request), session, body, weights))
@@ -183,11 +191,16 @@ async def weights_info(request: Request) -> Response:
     return reply(
         types.WeightsInfoResponse(
             base_model=weights.base_model,
-            is_lora=True,
-            lora_rank=weights.rank,
+            optimizer_config=optimizer_config(weights.optimizer_type),
+            is_lora=weights.method == "lora",
+            lora_rank=weights.rank or None,
             train_unembed=weights.train_unembed,
             train_mlp=weights.train_mlp,
             train_attn=weights.train_attn,
+            use_rslora=weights.use_rslora,
+            method=weights.method,
+            train_embed=weights.train_embed,
+            train_norms=weights.train_norms,
         )
     )
 

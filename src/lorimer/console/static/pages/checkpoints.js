@@ -150,7 +150,7 @@ function details(checkpoint, run, isOwn, changed) {
       facts([
         ["Run", runLink(run.training_run_id)],
         ["Base model", run.base_model],
-        ["LoRA rank", run.lora_rank],
+        [run.is_lora ? "LoRA rank" : "Method", run.is_lora ? run.lora_rank : "full"],
         [
           "Kind",
           { sampler: "for sampling", training: "training state", external: "export" }[checkpoint.checkpoint_type],

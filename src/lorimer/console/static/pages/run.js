@@ -3,11 +3,12 @@
 import { get, part } from "../api.js";
 import { checkpointTable } from "../checkpoint_actions.js";
 import { Curves } from "../curves.js";
-import { ago, button, copyButton, empty, facts, h, pageHead, panel, replace, short } from "../dom.js";
+import { ago, badge, button, copyButton, empty, facts, h, moment, pageHead, panel, replace, short } from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
+import { differences, flatten, runActions, runFacts } from "../run_identity.js";
 import { operationTable, timeline } from "../timeline.js";
-import { sessionOf, stateOf } from "./runs.js";
+import { sessionOf, statusBadge } from "./runs.js";
 
 export const title = "Run";
 
@@ -19,11 +20,24 @@ export async function render(root, context) {
   const { params, signal, live, setTitle } = context;
   setTitle(`Run ${params.run}`);
   const parts = { state: h("span", { class: "row" }), facts: h("div"), checkpoints: h("div"), operations: h("div") };
-  const session = await sessionOfRun(params.run, signal);
-  const view = { ...parts, runId: params.run, signal, session, numListed: NUM_LISTED };
-  if (session) view.curves = new Curves(params.run, context);
+  const tracked = await runOf(params.run, signal);
+  const runId = tracked?.run_id ?? params.run;
+  const session = await sessionOfRun(runId, signal);
+  const view = { ...parts, runId, partId: tracked?.training_run_id ?? runId, signal, session, tracked, numListed: NUM_LISTED };
+  Object.assign(view, { identity: h("div"), actions: h("span", { class: "row" }), name: h("span"), compared: h("div") });
+  view.gone = () => context.navigate("/console/runs");
+  if (tracked) {
+    view.curves = new Curves(runId, context);
+    view.curves.onRuns = (runs) => replace(view.compared, runs.length > 1 && panel("Differences", differences(runs)));
+  }
   const changed = () => refresh(view);
   view.drawFacts = whenChanged((run) => redraw(view.facts, factsOf(run, session, context.account)));
+  view.drawRun = whenChanged((run) => {
+    replace(view.name, run.name);
+    setTitle(run.name);
+    redraw(view.identity, runFacts(run));
+    replace(view.actions, runActions(run, () => refresh(view), view.gone));
+  });
   view.drawCheckpoints = whenChanged((found) =>
     redraw(view.checkpoints, checkpointsOf(found, changed, Boolean(session))),
   );
@@ -37,18 +51,29 @@ export async function render(root, context) {
 function compose(root, view) {
   replace(
     root,
-    pageHead(heading(view), view.state, copyButton(view.runId, "Copy id")),
+    pageHead(heading(view), view.state, view.actions, copyButton(view.runId, "Copy id")),
+    view.tracked && panel("Run", view.identity),
+    view.tracked && panel("Curves", view.curves.element),
+    view.compared,
     panel("Configuration", view.facts),
-    view.session && panel("Curves", view.curves.element),
     panel("Checkpoints", view.checkpoints),
     view.session && panel("Operations", view.operations),
   );
 }
 
-/** Return the session's name, if any, and its id. */
-function heading({ runId, session }) {
-  const name = session?.display_name;
-  return name ? [name, h("small", { class: "mono" }, runId)] : h("span", { class: "mono" }, runId);
+/** Return the run's name, if it is the user's, and its id. */
+function heading({ runId, tracked, name }) {
+  return tracked ? [name, h("small", { class: "mono" }, runId)] : h("span", { class: "mono" }, runId);
+}
+
+/** Fetch the run that has a training run of this id, or null: other users' runs are private, and copies are not runs. */
+async function runOf(runId, signal) {
+  try {
+    return await get(`/api/v1/runs/${part(runId)}`, null, signal);
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
 }
 
 /** Fetch the session of a run, or null: other users' sessions are private, even if their checkpoints are published. */
@@ -62,19 +87,32 @@ async function sessionOfRun(runId, signal) {
 }
 
 async function refresh(view) {
-  const path = `/api/v1/training_runs/${part(view.runId)}`;
   const own = (work) => (view.session ? work() : null);
-  const [run, { checkpoints }, operations] = await Promise.all([
+  if (view.tracked) {
+    view.tracked = await get(`/api/v1/runs/${part(view.runId)}`, null, view.signal);
+    view.partId = view.tracked.training_run_id;
+  }
+  const path = `/api/v1/training_runs/${part(view.partId)}`;
+  const ids = view.tracked?.parts.map((one) => one.training_run_id) ?? [view.partId];
+  const [run, saved, operations] = await Promise.all([
     get(path, { access_scope: "accessible" }, view.signal),
-    get(`${path}/checkpoints`, null, view.signal),
+    Promise.all(ids.map((id) => get(`/api/v1/training_runs/${part(id)}/checkpoints`, null, view.signal))),
     own(() => get(`${path}/operations`, { limit: NUM_DRAWN }, view.signal)),
-    own(() => view.curves.poll()),
+    view.curves?.poll(),
   ]);
+  const checkpoints = saved.flatMap((one) => one.checkpoints).sort((a, b) => moment(b.time) - moment(a.time));
   const found = operations?.operations || [];
   const step = view.curves?.lastStep ?? null;
   const numQueued = found.filter((one) => one.state === "queued").length;
-  replace(view.state, stateOf(run, numQueued), step !== null && h("span", { class: "muted" }, `step ${short(step)}`));
-  view.drawFacts(run);
+  replace(
+    view.state,
+    view.tracked && statusBadge(view.tracked),
+    run.corrupted && badge("bad", "damaged"),
+    numQueued > 0 && badge("busy", `${short(numQueued)} queued`),
+    step !== null && h("span", { class: "muted" }, `step ${short(step)}`),
+  );
+  view.drawFacts({ ...run, config: view.tracked?.config ?? {} });
+  if (view.tracked) view.drawRun(view.tracked);
   view.drawCheckpoints(checkpoints);
   view.drawOperations(found);
 }
@@ -84,7 +122,7 @@ function factsOf(run, session, account) {
   const metadata = Object.entries({ ...session?.user_metadata, ...run.user_metadata });
   const known = facts([
     ["Base model", run.base_model],
-    ["LoRA rank", run.lora_rank],
+    [run.is_lora ? "LoRA rank" : "Method", run.is_lora ? run.lora_rank : "full"],
     [
       "Trained",
       Object.entries(trained)
@@ -99,7 +137,15 @@ function factsOf(run, session, account) {
     ["Project", run.project_id],
     ["Session", session && sessionLink(run.training_run_id, session)],
   ]);
-  return h("div", { "data-row": "facts" }, known, metadata.length > 0 && [h("h3", null, "Metadata"), facts(metadata)]);
+  const config = flatten(run.config);
+  return h(
+    "div",
+    { "data-row": "facts" },
+    config.length > 0 && facts(config),
+    config.length > 0 && h("h3", null, "Adapter and session"),
+    known,
+    metadata.length > 0 && [h("h3", null, "Metadata"), facts(metadata)],
+  );
 }
 
 function sessionLink(runId, session) {

@@ -1,22 +1,9 @@
-// Lists the user's runs, newest first, with search and live state; ticked runs are compared in one chart.
+// Lists the user's runs: searched, sorted, grouped and paged by the server, with columns of the user's choice. The URL
+// contains all choices. Ticked runs are compared in one chart.
 
-import { get, part, post } from "../api.js";
-import {
-  ago,
-  badge,
-  button,
-  empty,
-  h,
-  moment,
-  pageHead,
-  panel,
-  replace,
-  runLink,
-  searchBox,
-  short,
-  shortRun,
-  table,
-} from "../dom.js";
+import { get, part } from "../api.js";
+import { ago, badge, button, choice, empty, formDialog, h, pageHead, panel, replace, runLink, searchBox } from "../dom.js";
+import { short, shortRun, span, table } from "../dom.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 
@@ -24,42 +11,66 @@ export const title = "Runs";
 
 const SECONDS = 4;
 const PAGE = 100;
-const NUM_SEARCHED = 1000;
 const MAX_COMPARED = 8;
-const ACTIVE_SECONDS = 60;
+const TYPING_MS = 250;
+const ARCHIVED = [
+  ["no", "not archived"],
+  ["yes", "archived"],
+  ["any", "all runs"],
+];
 
 export async function render(root, { query, live, setQuery, navigate, signal }) {
   const state = {
+    search: query.get("q") || "",
+    sort: query.get("sort") || "-created",
+    group: query.get("group") || "",
+    columns: (query.get("columns") || "").split(",").filter(Boolean),
+    archived: query.get("archived") || "no",
+    shown: PAGE,
     runs: [],
     total: 0,
-    queued: new Map(),
-    names: new Map(),
-    search: query.get("q") || "",
-    shown: PAGE,
-    chosen: new Set(),
+    groups: null,
+    open: new Set(),
+    fields: { config: [], metrics: [], tags: [] },
+    problem: "",
+    chosen: new Map(),
   };
   const list = h("div");
-  const compare = button("Compare", () => navigate(comparison([...state.chosen])), {
-    class: "primary",
-    disabled: true,
-  });
-  const drawChanged = whenChanged(() => drawList(state, list, compare, more));
+  const grouping = h("span");
+  const compare = button("Compare", () => navigate(comparison([...state.chosen.keys()])), { class: "primary" });
+  const drawChanged = whenChanged(() => drawList(state, list, compare, change));
   const draw = () =>
-    drawChanged([state.runs, state.total, [...state.queued], [...state.names], state.search, activity(state)]);
-  const more = async () => {
-    state.shown += state.search ? NUM_SEARCHED : PAGE;
+    drawChanged([state.runs, state.total, state.groups, [...state.open], state.columns, state.sort, state.problem]);
+  const reload = async () => {
     await load(state, signal);
+    replace(grouping, groupChoice(state, change));
     draw();
   };
-  const search = searchBox("Search runs by id, model, name or metadata", "Search runs", state.search, (text) => {
-    state.search = text;
-    setQuery({ q: text });
-    draw();
-    if (text && state.shown < NUM_SEARCHED && state.runs.length < state.total) more();
-  });
+  const change = async (values, names) => {
+    Object.assign(state, values);
+    if (names) setQuery(names);
+    await reload();
+  };
+  let typing;
+  const search = searchBox(
+    "Search runs by name, id, model, tag, metadata, or conditions such as config.rank>8",
+    "kettle status=failed config.rank>8",
+    state.search,
+    (text) => {
+      clearTimeout(typing);
+      typing = setTimeout(() => change({ search: text, shown: PAGE }, { q: text }), TYPING_MS);
+    },
+  );
+  const archived = choice("Archived runs", ARCHIVED, state.archived, (value) =>
+    change({ archived: value }, { archived: value === "no" ? null : value }),
+  );
+  const columns = button("Columns", () => chooseColumns(state, change), { class: "quiet" });
   await live(async () => {
     await load(state, signal);
-    if (!list.isConnected) replace(root, pageHead(title, search, compare), panel(null, list));
+    if (!list.isConnected) {
+      replace(grouping, groupChoice(state, change));
+      replace(root, pageHead(title, search, grouping, archived, columns, compare), panel(null, list));
+    }
     draw();
   }, SECONDS);
 }
@@ -69,135 +80,216 @@ function comparison([first, ...others]) {
   return `/console/runs/${part(first)}${others.length ? `?compare=${others.map(part).join(",")}` : ""}`;
 }
 
-async function load(state, signal) {
-  const [runs, overview] = await Promise.all([
-    get("/api/v1/training_runs", { limit: state.shown }, signal),
-    get("/api/v1/overview", null, signal),
-  ]);
-  state.runs = runs.training_runs;
-  state.total = runs.cursor.total_count;
-  state.queued = new Map();
-  for (const row of overview.queue)
-    if (row.run_id) state.queued.set(row.run_id, (state.queued.get(row.run_id) || 0) + row.num_requests);
-  if (state.runs.some((run) => !state.names.has(sessionOf(run.training_run_id)))) await loadNames(state, signal);
-}
+// ── loading ─────────────────────────────────────────────────────────────────────────────────────────
 
-/** Fetch the names of sessions; runs have no names. */
-async function loadNames(state, signal) {
-  const { sessions } = await post("/api/v1/sessions/search", { limit: 200 }, signal);
-  for (const session of sessions) state.names.set(session.session_id, session.display_name || "");
-  for (const run of state.runs) {
-    const session = sessionOf(run.training_run_id);
-    if (!state.names.has(session)) state.names.set(session, "");
+async function load(state, signal) {
+  const scope = { q: state.search, archived: state.archived };
+  try {
+    const [page, groups, fields] = await Promise.all([
+      state.group ? null : fetchRuns(state, state.search, state.shown, signal),
+      state.group ? get("/api/v1/run_groups", { ...scope, by: state.group }, signal) : null,
+      get("/api/v1/run_fields", { archived: state.archived }, signal),
+    ]);
+    state.fields = fields;
+    state.runs = page?.runs || [];
+    state.total = page?.total_count || 0;
+    state.groups = groups && (await Promise.all(groups.groups.map((group) => loadGroup(state, group, signal))));
+    state.problem = "";
+  } catch (error) {
+    if (error.status !== 400) throw error;
+    state.problem = error.message; // a condition that is still being typed
   }
 }
 
+function fetchRuns(state, q, limit, signal) {
+  const query = { q, sort: state.sort, archived: state.archived, fields: state.columns.join(","), limit };
+  return get("/api/v1/runs", query, signal);
+}
+
+/** Fetch the runs of a group that is open. */
+async function loadGroup(state, { value, num_runs: count }, signal) {
+  const key = value ?? "";
+  if (!state.open.has(key)) return { key, count, runs: [] };
+  const condition = `${state.group}="${key.replaceAll('"', "")}"`;
+  const { runs } = await fetchRuns(state, `${state.search} ${condition}`, PAGE, signal);
+  return { key, count, runs };
+}
+
+// ── controls ────────────────────────────────────────────────────────────────────────────────────────
+
+function groupChoice(state, change) {
+  const plain = ["tag", "status", "base_model", "session"].map((name) => [name, `by ${name.replace("_", " ")}`]);
+  const fields = state.fields.config.map((name) => [`config.${name}`, `by ${name}`]);
+  const known = [["", "not grouped"], ...plain, ...fields];
+  if (state.group && !known.some(([name]) => name === state.group)) known.push([state.group, `by ${state.group}`]);
+  return choice("Group runs", known, state.group, (value) =>
+    change({ group: value, open: new Set(), groups: value ? [] : null }, { group: value || null }),
+  );
+}
+
+async function chooseColumns(state, change) {
+  const names = [
+    ...state.fields.config.map((name) => `config.${name}`),
+    ...state.fields.metrics.flatMap((name) => [`last.${name}`, `min.${name}`, `max.${name}`]),
+  ];
+  const answer = await formDialog({
+    title: "Choose columns",
+    text: "Fields of the configuration, and the last, smallest or largest value of metrics.",
+    fields: [
+      {
+        name: "columns",
+        label: "Fields to show",
+        value: state.columns.join(", "),
+        hint: `Separated by commas: ${names.slice(0, 6).join(", ") || "no run has a configuration or metrics yet"}${names.length > 6 ? " …" : ""}`,
+      },
+    ],
+  });
+  if (!answer) return;
+  const columns = answer.columns
+    .split(",")
+    .map((name) => name.trim())
+    .filter(Boolean);
+  await change({ columns }, { columns: columns.join(",") || null });
+}
+
+// ── drawing ─────────────────────────────────────────────────────────────────────────────────────────
+
 export const sessionOf = (runId) => runId.split(":")[0];
 
-/** Build the state badge of a run; queued operations take precedence over the last activity. */
-export function stateOf(run, numQueued) {
-  if (run.corrupted) return badge("bad", "damaged");
-  if (numQueued) return badge("busy", `${short(numQueued)} queued`);
-  return isActive(run) ? badge("ok", "active") : badge("idle", "idle");
+const KINDS = { running: "ok", finished: "idle", failed: "bad", interrupted: "warn" };
+
+/** Build the badge of a run's status, with the error as its title. */
+export function statusBadge(run) {
+  const node = badge(KINDS[run.status] || "idle", run.status);
+  if (run.error) node.title = run.error;
+  return node;
 }
 
-const isActive = (run) => Date.now() - moment(run.last_request_time) < ACTIVE_SECONDS * 1000;
-
-/** Refresh badges: a run becomes idle with time alone. */
-const activity = (state) => state.runs.map((run) => isActive(run));
-
-function matches(run, state) {
-  const metadata = Object.entries(run.user_metadata || {}).flat();
-  const text = [run.training_run_id, run.base_model, state.names.get(sessionOf(run.training_run_id)), ...metadata]
-    .join(" ")
-    .toLowerCase();
-  return state.search
-    .toLowerCase()
-    .split(/\s+/)
-    .every((word) => text.includes(word));
+/** Describe how many steps are done of those planned. */
+export function progress(run) {
+  if (run.steps_done === null && run.num_steps === null) return null;
+  return run.num_steps === null ? short(run.steps_done) : `${short(run.steps_done ?? 0)} of ${short(run.num_steps)}`;
 }
 
-function drawList(state, list, compare, more) {
-  const found = state.runs.filter((run) => matches(run, state));
+function drawList(state, list, compare, change) {
   const hidden = state.total - state.runs.length;
   redraw(
     list,
-    found.length ? runTable(found, state, compare) : nothing(state),
-    hidden > 0 &&
+    state.problem && h("p", { class: "bad", role: "alert" }, state.problem),
+    state.groups ? drawGroups(state, compare, change) : state.runs.length ? runTable(state.runs, state, compare, change) : nothing(state),
+    !state.groups &&
+      hidden > 0 &&
       h(
         "p",
         { class: "row" },
-        h("span", { class: "muted" }, `${short(hidden)} older runs are not searched.`),
-        button("Show more", more, { class: "small" }),
+        h("span", { class: "muted" }, `${short(state.runs.length)} of ${short(state.total)} runs are shown.`),
+        button("Show more", () => change({ shown: state.shown + PAGE }), { class: "small" }),
       ),
   );
   showChosen(state, compare);
 }
 
+function drawGroups(state, compare, change) {
+  if (!state.groups.length) return nothing(state);
+  return state.groups.map(({ key, count, runs }) => {
+    const toggle = () => {
+      const open = new Set(state.open);
+      if (!open.delete(key)) open.add(key);
+      return change({ open });
+    };
+    const isOpen = state.open.has(key);
+    return h(
+      "section",
+      { class: "run-group", "data-row": `group ${key}` },
+      button(
+        [h("b", null, key || "none"), " ", h("small", null, `${short(count)} ${count === 1 ? "run" : "runs"}`)],
+        toggle,
+        { class: "quiet", "aria-expanded": isOpen ? "true" : "false" },
+      ),
+      isOpen && runTable(runs, state, compare, change),
+      isOpen && count > runs.length && h("p", { class: "muted" }, `The first ${short(runs.length)} are shown.`),
+    );
+  });
+}
+
 function nothing(state) {
-  if (state.total)
-    return empty("No run matches.", "The search matches ids, base models, session names and metadata.");
+  if (state.problem) return null;
+  if (state.search || state.archived !== "no")
+    return empty("No run matches.", "The search matches names, ids, base models, tags, notes, session names and metadata.");
   return [
     empty("No run yet.", "This trains the bundled model a little:", trainingProgram()),
     empty("Have a script for the tinker SDK?", "It runs unchanged with two variables set:", officialEnvironment()),
   ];
 }
 
-function runTable(runs, state, compare) {
+function runTable(runs, state, compare, change) {
   const tick = (run) => {
-    const id = run.training_run_id;
     const box = h("input", {
       type: "checkbox",
-      checked: state.chosen.has(id),
-      "data-run": id,
-      "aria-label": `Compare ${id}`,
+      checked: state.chosen.has(run.run_id),
+      "data-run": run.run_id,
+      "aria-label": `Compare ${run.name} (${run.run_id})`,
       onchange: () => {
-        state.chosen[box.checked ? "add" : "delete"](id);
+        if (box.checked) state.chosen.set(run.run_id, run.name);
+        else state.chosen.delete(run.run_id);
         showChosen(state, compare);
       },
     });
     return box;
   };
+  const sorted = (label, field, more) => ({ label, head: sortButton(label, field, state, change), ...more });
   return table(
     [
       { label: "Compare", class: "tight", value: tick },
-      { label: "Run", wide: true, value: (run) => nameOf(run, state) },
-      { label: "State", class: "tight", value: (run) => stateOf(run, state.queued.get(run.training_run_id)) },
-      { label: "Base model", class: "tight", value: (run) => run.base_model },
-      { label: "Rank", number: true, value: (run) => run.lora_rank },
-      { label: "Metadata", value: (run) => tags(run.user_metadata) },
-      { label: "Last checkpoint", value: (run) => lastCheckpoint(run) },
-      { label: "Last request", class: "tight", value: (run) => ago(run.last_request_time) },
+      sorted("Run", "name", { wide: true, value: nameOf }),
+      sorted("Status", "status", { class: "tight", value: statusBadge }),
+      sorted("Steps", "steps", { number: true, value: progress }),
+      ...state.columns.map((name) => sorted(name, name, { number: true, value: (run) => shown(run.values?.[name]) })),
+      { label: "Tags", value: labels },
+      sorted("Base model", "base_model", { class: "tight", value: (run) => run.base_model }),
+      sorted("Duration", "duration", { number: true, value: (run) => span(run.duration_seconds) }),
+      sorted("Created", "created", { class: "tight", value: (run) => ago(run.created_at) }),
     ],
     runs,
-    (run) => ({ "data-row": run.training_run_id }),
+    (run) => ({ "data-row": run.run_id }),
   );
 }
 
-/** Build the link of a run, labelled with the name of its session if it has one. */
-function nameOf({ training_run_id: id }, state) {
-  const name = state.names.get(sessionOf(id));
+const shown = (value) => (typeof value === "number" ? short(value) : (value ?? "–"));
+
+/** Build the heading of a column that sorts by it: first the best guess of a direction, then the other one. */
+function sortButton(label, field, state, change) {
+  const isSorted = state.sort.replace("-", "") === field;
+  const isDescending = state.sort.startsWith("-");
+  const startsHigh = ["created", "duration", "steps"].includes(field) || field.startsWith("max.");
+  const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
+  const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
+  return button(label + mark, () => change({ sort: next }, { sort: next === "-created" ? null : next }), {
+    class: "sort",
+    title: `Sort by ${label.toLowerCase()}`,
+  });
+}
+
+/** Build the link of a run with its id and session below. */
+function nameOf(run) {
   return h(
     "div",
     { class: "stack" },
-    runLink(id, name),
-    name && h("small", { class: "mono", title: id }, shortRun(id)),
+    runLink(run.run_id, run.name),
+    h("small", { title: run.run_id }, h("span", { class: "mono" }, shortRun(run.run_id)), run.session_name && ` · ${run.session_name}`),
   );
 }
 
-export function tags(metadata) {
+/** Build the tags and metadata of a run. */
+export function labels(run) {
+  const metadata = Object.entries(run.user_metadata || {}).map(([name, value]) => `${name}: ${value}`);
+  const texts = [...run.tags, ...metadata];
+  if (!texts.length) return null;
   return h(
     "div",
     { class: "tags" },
-    Object.entries(metadata || {}).map(([name, value]) => h("span", { class: "tag" }, `${name}: ${value}`)),
+    texts.map((text) => h("span", { class: "tag" }, text)),
   );
-}
-
-function lastCheckpoint(run) {
-  const found = [run.last_checkpoint, run.last_sampler_checkpoint]
-    .filter(Boolean)
-    .sort((a, b) => moment(b.time) - moment(a.time))[0];
-  return found ? [found.checkpoint_id.split("/")[1], " ", h("small", null, ago(found.time))] : "–";
 }
 
 function showChosen(state, compare) {

@@ -3,6 +3,8 @@
 Its number continues that of development versions, so that a database of the last of them opens as it is.
 """
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -197,6 +199,7 @@ def upgrade() -> None:
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("weights_id", sa.Text(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=True),
         sa.Column("public", sa.Boolean(), nullable=False),
         sa.Column("user_metadata", sa.Text(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
@@ -288,6 +291,11 @@ def upgrade() -> None:
         sa.Column("is_unloaded", sa.Boolean(), nullable=False),
         sa.Column("newest_seq", sa.BigInteger(), nullable=True),
         sa.Column("newest_name", sa.Text(), nullable=True),
+        sa.Column("run_id", sa.Text(), nullable=True),
+        sa.Column("loaded_from", sa.Text(), nullable=True),
+        sa.Column("optim_steps_before", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("first_step", sa.BigInteger(), nullable=True),
+        sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
         sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name=op.f("fk_runs_session_id")),
         sa.PrimaryKeyConstraint("model_id", name=op.f("pk_runs")),
         sa.UniqueConstraint("session_id", "model_seq_id", name=op.f("uq_runs_session_id_model_seq_id")),
@@ -296,6 +304,8 @@ def upgrade() -> None:
     op.create_index(
         op.f("ix_runs_user_id_created_at_model_id"), "runs", ["user_id", "created_at", "model_id"], unique=False
     )
+    op.create_index(op.f("ix_runs_run_id_created_at"), "runs", ["run_id", "created_at"], unique=False)
+    _create_tracked_runs()
     op.create_table(
         "metrics",
         sa.Column("entry_id", NUMBER, autoincrement=True, nullable=False),
@@ -349,3 +359,83 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_samplers_model_id_created_at"), "samplers", ["model_id", "created_at"], unique=False)
     op.create_index(op.f("ix_samplers_weights_id"), "samplers", ["weights_id"], unique=False)
+
+
+def _create_tracked_runs() -> None:
+    op.create_table(
+        "tracked_runs",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("user_id", sa.Text(), nullable=False),
+        sa.Column("project_id", sa.Text(), nullable=True),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("run_key", sa.Text(), nullable=True),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("notes", sa.Text(), nullable=False),
+        sa.Column("tags", sa.Text(), nullable=False),
+        sa.Column("config", sa.Text(), nullable=False),
+        sa.Column("search", sa.Text(), nullable=False),
+        sa.Column("base_model", sa.Text(), nullable=False),
+        sa.Column("session_id", sa.Text(), nullable=False),
+        sa.Column("model_id", sa.Text(), nullable=False),
+        sa.Column("num_parts", sa.Integer(), nullable=False),
+        sa.Column("parent_path", sa.Text(), nullable=True),
+        sa.Column("parent_run_id", sa.Text(), nullable=True),
+        sa.Column("num_steps", sa.BigInteger(), nullable=True),
+        sa.Column("steps_reported", sa.BigInteger(), nullable=True),
+        sa.Column("optim_steps", sa.BigInteger(), nullable=True),
+        sa.Column("past_seconds", sa.Double(), nullable=False),
+        sa.Column("ended", sa.Text(), nullable=True),
+        sa.Column("error", sa.Text(), nullable=True),
+        sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("is_archived", sa.Boolean(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", name=op.f("pk_tracked_runs")),
+        sa.UniqueConstraint("user_id", "run_key", name=op.f("uq_tracked_runs_user_id_run_key")),
+    )
+    newest = ["user_id", "is_archived", "created_at", "run_id"]
+    op.create_index(op.f(f"ix_tracked_runs_{'_'.join(newest)}"), "tracked_runs", newest, unique=False)
+    op.create_index(op.f("ix_tracked_runs_user_id_number"), "tracked_runs", ["user_id", "number"], unique=False)
+    op.create_index(
+        "ix_tracked_runs_parent_run_id",
+        "tracked_runs",
+        ["parent_run_id"],
+        unique=False,
+        sqlite_where=sa.text("parent_run_id IS NOT NULL"),
+        postgresql_where=sa.text("parent_run_id IS NOT NULL"),
+    )
+    _create_of_run("run_tags", sa.Column("tag", sa.Text(), nullable=False))
+    _create_of_run(
+        "run_fields",
+        sa.Column("field", sa.Text(), nullable=False),
+        sa.Column("number", sa.Double(), nullable=True),
+        sa.Column("text", sa.Text(), nullable=False),
+    )
+    _create_of_run(
+        "run_metrics",
+        sa.Column("name", sa.Text(), nullable=False),
+        *(sa.Column(name, sa.Double(), nullable=True) for name in ("last", "min", "max")),
+        *(sa.Column(f"{name}_step", sa.BigInteger(), nullable=True) for name in ("last", "min", "max")),
+    )
+    op.create_table(
+        "metric_states",
+        sa.Column("model_id", sa.Text(), nullable=False),
+        sa.Column("entry_id", sa.BigInteger(), nullable=False),
+        sa.Column("data", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["model_id"], ["runs.model_id"], name=op.f("fk_metric_states_model_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("model_id", name=op.f("pk_metric_states")),
+    )
+
+
+def _create_of_run(name: str, *columns: Any) -> None:
+    """Create a table whose rows belong to a tracked run; the first column names one of them."""
+    op.create_table(
+        name,
+        sa.Column("run_id", sa.Text(), nullable=False),
+        *columns,
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["tracked_runs.run_id"], name=op.f(f"fk_{name}_run_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("run_id", columns[0].name, name=op.f(f"pk_{name}")),
+    )

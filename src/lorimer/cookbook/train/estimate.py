@@ -1,0 +1,157 @@
+"""What a training will take, from its data and from two real steps on a run that is thrown away.
+
+The steps are those of the loop itself, with its batches, without evaluations. The run's checkpoints are deleted and the
+run is unloaded afterwards; its entry in the list of runs stays.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lorimer import NotFoundError, ServiceClient, types
+from lorimer.cookbook import preference, supervised
+from lorimer.cookbook.data_check import check_data, count_problems
+from lorimer.cookbook.datums import num_tokens
+from lorimer.cookbook.logs import read_metrics
+from lorimer.cookbook.renderers import get_renderer
+from lorimer.cookbook.rl import training as rl
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.cookbook.train.kinds import Given, Job
+from lorimer.types.overview import OverviewResponse
+
+NUM_MEASURED = 2
+POLL_SECONDS = 0.1
+TIMES = ("time/step_seconds", "time/total", "time/latency_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    num_examples: int
+    num_held_out: int
+    num_steps: int
+    num_tokens: int
+    """Of the whole training: read, or in RL and distillation sampled, as the measured steps suggest."""
+    num_truncated: int
+    """Examples of an epoch that are longer than max_length."""
+    problems: dict[str, int]
+    """What ``lorimer data check`` finds."""
+    seconds_per_step: float
+    seconds: float
+    """Of all steps; loading the model, evaluations and checkpoints come on top."""
+    engine_bytes: int | None
+    """Peak memory of the engine while it was measured; none where the server does not tell."""
+    available_bytes: int | None
+    """Memory of the server's machine that was free at least."""
+
+
+async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
+    """Measure two steps, and return what all of them will take."""
+    with TemporaryDirectory(prefix="lorimer-dry-run-") as directory:
+        async with _watched_memory(service, given["base_model"]) as memory:
+            result = await job.train(_shortened(job.config, Path(directory)), service)
+        measured = [line for line in read_metrics(directory) if any(name in line for name in TIMES)]
+    await _throw_away(service, getattr(result, "checkpoint", result))
+    seconds = next(float(measured[-1][name]) for name in TIMES if name in measured[-1])
+    renderer = get_renderer(given.values.get("renderer_name", "auto"), get_tokenizer(service, given["base_model"]))
+    num_steps = job.config.num_steps
+    if isinstance(job.config, rl.Config) and num_steps is None:
+        num_steps = len(job.config.dataset_builder(renderer)[0])
+    assert num_steps is not None
+    data = given.data()
+    report = None
+    if data.data is not None:
+        report = check_data(
+            data.data,
+            renderer,
+            form=given.name,
+            held_out_data=data.held_out_data,
+            num_held_out=data.num_held_out,
+            max_length=getattr(data, "max_length", None),
+            seed=given.values.get("seed", 0),
+            num_shown=0,
+            **({"train_on": data.train_on} if given.name == "sft" else {}),
+        )
+    return Estimate(
+        num_examples=job.num_examples,
+        num_held_out=job.num_held_out,
+        num_steps=num_steps,
+        num_tokens=_count_tokens(job.config, num_steps, measured),
+        num_truncated=report.num_truncated if report else 0,
+        problems=dict(count_problems(report.findings)) if report else {},
+        seconds_per_step=seconds,
+        seconds=seconds * num_steps,
+        engine_bytes=max(memory.engine, default=None),
+        available_bytes=min(memory.available, default=None),
+    )
+
+
+def _shortened(config: Any, directory: Path) -> Any:
+    """Return the configuration with two steps, in another directory, without evaluations."""
+    changes: dict[str, Any] = {"log_dir": directory, "eval_every": 0, "evaluators": (), "sinks": ("jsonl",)}
+    if isinstance(config, rl.Config):
+        builder = config.dataset_builder
+        return replace(config, **changes, num_steps=NUM_MEASURED, dataset_builder=lambda one: (builder(one)[0], None))
+    if isinstance(config, supervised.Config):
+        changes["test_data"] = ()
+    if isinstance(config, preference.Config):
+        changes["test_pairs"] = ()
+    return replace(config, **changes, max_steps=min(NUM_MEASURED, config.num_steps))
+
+
+def _count_tokens(config: Any, num_steps: int, measured: list[dict[str, Any]]) -> int:
+    """Count the tokens of every batch where they are known, else as many in each step as were measured."""
+    if isinstance(config, supervised.Config):
+        batches = range(num_steps * config.batches_per_step)
+        return sum(num_tokens(config.dataset.get_batch(batch)) for batch in batches)
+    if isinstance(config, preference.Config):
+        pairs = [pair for step in range(num_steps) for pair in config.dataset.get_batch(step)]
+        return sum(num_tokens([pair.chosen, pair.rejected]) for pair in pairs)
+    return round(num_steps * sum(float(line["num_tokens"]) for line in measured) / len(measured))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    engine: list[int]
+    available: list[int]
+
+
+@contextlib.asynccontextmanager
+async def _watched_memory(service: ServiceClient, base_model: str) -> AsyncIterator[_Memory]:
+    """Ask the server for its memory again and again within the block; other servers may not tell."""
+    memory = _Memory([], [])
+    connection = service.holder.connection
+
+    async def watch() -> None:
+        while True:
+            try:
+                asked = connection.run(connection.transport.ask(OverviewResponse, "GET", "/api/v1/overview"))
+                found = await asked.result_async()
+            except NotFoundError:
+                return
+            for model in found.models:
+                if model.name == base_model and model.memory.engine_bytes and model.memory.available_bytes:
+                    memory.engine.append(model.memory.engine_bytes)
+                    memory.available.append(model.memory.available_bytes)
+            await asyncio.sleep(POLL_SECONDS)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield memory
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+async def _throw_away(service: ServiceClient, saved: Any) -> None:
+    rest = service.create_rest_client()
+    for path in (saved.state_path, saved.sampler_path):
+        await rest.delete_checkpoint_from_tinker_path_async(path)
+    model_id = saved.state_path.removeprefix("tinker://").partition("/")[0]
+    connection = service.holder.connection
+    request = types.UnloadModelRequest(model_id=model_id)
+    await connection.run(connection.transport.call("POST", "/api/v1/unload_model", request)).result_async()

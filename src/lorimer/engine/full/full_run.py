@@ -1,0 +1,128 @@
+"""The state of one full run, and the copies of its weights that samplers read.
+
+A `FullRun` trains parameters of the model itself, float32, in place. ``model/`` adds their gradients to the buffers of
+a batch, ``training/optim.py`` updates them and ``full/checkpoints.py`` stores them.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lorimer.engine.adapters.adapters import are_finite
+from lorimer.engine.full.trained_parameters import choose_parameters, find_groups
+from lorimer.engine.messages import FullConfig, OptimizerConfig, StepField
+from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.training.optim import take_step
+from lorimer.engine.training.optimizers import average_weights
+from lorimer.errors import CheckpointError
+
+Tensors = dict[str, Tensor]
+"""Tensors by the names of the model's parameters."""
+
+
+@dataclass
+class FullRun:
+    """The run that an engine of the method ``full`` trains."""
+
+    model: BaseModel
+    config: FullConfig
+    optimizer: OptimizerConfig
+    weights: Tensors
+    """The trained parameters; they share their memory with the model."""
+    groups: Mapping[str, frozenset[str]]
+    """The group of each trained parameter; a step may multiply its learning rate by group."""
+    grads: Tensors | None = None
+    """Sum of the gradients added since the last step; ``None`` when there was none."""
+    moments: dict[str, Tensors] = field(default_factory=dict)
+    """The optimiser's tensors by its own names; empty before the first step."""
+    step: int = 0
+    """Steps applied; a skipped step does not count."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.weights.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held now besides the weights: accumulated gradient and optimiser state."""
+        return _bytes(tensor for kind in (self.grads or {}, *self.moments.values()) for tensor in kind.values())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors held now, in an order that depends on their names only."""
+        kinds = {"weights": self.weights, "grads": self.grads or {}, **self.moments}
+        return [tensor for _, tensors in sorted(kinds.items()) for _, tensor in sorted(tensors.items())]
+
+    def new_gradient(self) -> Tensors:
+        """Return zero buffers for the gradient of a batch."""
+        return {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+
+    def recording(self, grads: Tensors) -> AbstractContextManager[None]:
+        """Add the gradients of passes within the block to ``grads``."""
+        return self.model.recording(grads)
+
+    def add_gradient(self, grads: Tensors) -> None:
+        """Accumulate ``grads``, which cover every trained parameter; the first ones are kept, not copied."""
+        assert grads.keys() == self.weights.keys(), "a gradient covers exactly the trained parameters"
+        if self.grads is None:
+            self.grads = grads
+        else:
+            torch._foreach_add_(list(self.grads.values()), [grads[name] for name in self.grads])
+
+    def clear_gradient(self) -> None:
+        self.grads = None
+
+    @property
+    def averaged(self) -> Tensors | None:
+        """The weights that samplers get, where the optimiser averages its weights; ``None`` if they are ``weights``."""
+        return average_weights(self.optimizer.type, self.weights, self.moments)
+
+    def check_finite(self, verb: str) -> None:
+        """Refuse weights or moments that are not finite; the gradient may be, and then its step is skipped."""
+        kinds = {"weights": self.weights, **self.moments}
+        if (averaged := self.averaged) is not None:
+            kinds["averaged weights"] = averaged
+        for what, tensors in kinds.items():
+            if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
+                raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedWeights:
+    """An immutable copy of all weights of a model, which sampling reads while training continues."""
+
+    weights: Tensors
+
+    @property
+    def memory_bytes(self) -> int:
+        return _bytes(self.weights.values())
+
+
+def create_full_run(model: BaseModel, config: FullConfig, optimizer: OptimizerConfig) -> FullRun:
+    """Create a run that begins with the weights that the model has now."""
+    groups = find_groups(model.transformer)
+    chosen = choose_parameters(model.transformer, config)
+    weights = {name: parameter.detach() for name, parameter in chosen.items()}
+    return FullRun(model, config, optimizer, weights, {name: frozenset({groups[name]}) for name in weights})
+
+
+def apply_step(run: FullRun, params: Mapping[str, StepField]) -> dict[str, float]:
+    """Take one step with the accumulated gradient, and clear that; return the metrics of the step."""
+    outcome = take_step(run.optimizer, run.weights, run.grads, run.moments, run.step, params, run.groups)
+    run.clear_gradient()
+    run.step += outcome.is_applied
+    return outcome.metrics
+
+
+def publish(run: FullRun) -> PublishedWeights:
+    """Copy the current weights, or their average; refuse numbers that are not finite."""
+    run.check_finite("published")
+    weights = {name: parameter.detach() for name, parameter in run.model.transformer.named_parameters()}
+    averaged = run.averaged or {}
+    return PublishedWeights({name: averaged[name] if name in averaged else w.clone() for name, w in weights.items()})
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
