@@ -93,6 +93,10 @@ class TemplateRenderer:
         return with_images(tokens, self._places(tokens, images), images)
 
     def get_stop_sequences(self) -> list[int] | list[str]:
+        return list(self._stops)
+
+    @cached_property
+    def _stops(self) -> list[int]:
         ids = [self._id_of(end) for end in self.form.ends]
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or eos in ids else [*ids, eos]
