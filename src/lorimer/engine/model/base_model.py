@@ -470,8 +470,10 @@ def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
         return LogitMap(softcap=float(softcap))
-    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it.
-    factor = ((raw.double() * reference.double()).sum() / raw.double().square().sum()).item()
+    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it. Apple's GPUs have
+    # no float64.
+    ours, theirs = raw.cpu().double(), reference.cpu().double()
+    factor = ((ours * theirs).sum() / ours.square().sum()).item()
     return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
 
 
