@@ -135,9 +135,10 @@ class Installation:
         extra: Mapping[str, str] | None = None,
         postgres: PostgresServer | None = None,
         database: str = "postgres",
+        ranks: int = 1,
         **settings: object,
     ) -> None:
-        """``models`` are sources by name, each with ``num_replicas`` for each worker; ``users`` get keys.
+        """``models`` are sources by name, each with ``num_replicas`` for each worker, of ``ranks``; ``users`` get keys.
 
         With ``objects``, the URL of an object store, each process has a data directory of its own; without, they
         share one. ``extra`` are environment variables of all processes.
@@ -149,7 +150,7 @@ class Installation:
         self.workers: list[Member] = []
         self.metrics_ports: list[int] = []
         self.ports = [free_port() for _ in range(num_apis)]
-        self._models, self._num_workers, self._num_replicas = models, num_workers, num_replicas
+        self._models, self._num_workers, self._num_replicas, self._ranks = models, num_workers, num_replicas, ranks
         self.keys = dict.fromkeys(users, "")
         self._objects, self._extra = objects, extra or {}
         self._given, self._database, self._settings = postgres, database, settings
@@ -211,6 +212,7 @@ class Installation:
                 f'[model."{name}"]',
                 f'source = "{source}"',
                 f"replicas = {self._num_replicas * self._num_workers}",
+                f"ranks = {self._ranks}",
             ]
         return "\n".join(lines) + "\n"
 

@@ -3,10 +3,28 @@
 Engines of this process find it as `auto`. Those in processes of their own stay on the CPU.
 """
 
-import torch
+import pytest
 
 from lorimer.engine.model import device
 from tests.engine.reference import DEVICE
 
+ONLY_ON_A_CPU = {
+    "test_attention_kernels.py::test_training_with_a_kernel": "the naive function computes on the CPU",
+    "test_merged.py": "only a CPU has packed weights to merge into",
+    "test_model.py::test_models_that_cannot_be_packed_are_refused_with_the_reason[falcon": "it indexes by a list of "
+    "numbers, which torch cannot pass on to a device that is written in Python",
+    "test_sharding.py": "ranks are processes of their own, which stay on the CPU",
+    "test_self_test.py::test_a_device_is_compared_with_the_cpu": "a device in bfloat16 differs from the CPU",
+}
+"""The tests that other devices do not run, by the beginning of their ids, with the reason."""
+
 if DEVICE.type != "cpu":
-    device._choose = lambda name, index: DEVICE.handle if name == "auto" else torch.device(name)
+    choose = device._choose
+    device._choose = lambda name, index: DEVICE.handle if name == "auto" else choose(name, index)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if DEVICE.type != "cpu" else ():
+        for start, reason in ONLY_ON_A_CPU.items():
+            if item.nodeid.startswith(f"tests/engine/{start}"):
+                item.add_marker(pytest.mark.skip(reason=reason))

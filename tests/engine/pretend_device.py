@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -97,6 +98,15 @@ class PretendTensor(Tensor):
         raise TypeError("can't convert a tensor of the pretended device to numpy; use Tensor.cpu() first")
 
     __array__ = numpy  # type: ignore[assignment]
+
+    @property  # type: ignore[override]
+    def data(self) -> "PretendTensor":
+        return PretendTensor(self.inner.detach())
+
+    @data.setter
+    def data(self, other: "PretendTensor") -> None:
+        """Take the values of another tensor, as a full run does that samples from a copy of its weights."""
+        self.inner = other.inner.detach()
 
     def tolist(self) -> Any:
         _wait("tolist")
@@ -196,5 +206,6 @@ def _pin(tensor: Tensor) -> Tensor:
     return pinned
 
 
+_device_constructors()  # is cached: `with torch.device(...)` must know the function that ours calls
 torch.tensor = _make_tensor
 Tensor.pin_memory = _pin  # type: ignore[assignment,method-assign]

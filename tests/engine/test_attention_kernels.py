@@ -82,21 +82,24 @@ def test_a_kernel_is_asked_only_for_what_it_computes():
     assert VARLEN.accepts_groups(Shape(1.0, window=4), continued)
     cuda = torch.device("cuda")
     for kernel in KERNELS:
-        assert kernel.accepts(Shape(1.0), 128, torch.bfloat16, cuda)
-        assert not kernel.accepts(Shape(1.0), 128, torch.bfloat16, CPU)
-        assert not kernel.accepts(Shape(1.0, softcap=2.0), 128, torch.bfloat16, cuda)
-        assert not kernel.accepts(Shape(1.0, sinks=torch.ones(2)), 128, torch.bfloat16, cuda)
-    assert not VARLEN.accepts(Shape(1.0), 128, torch.float32, cuda)
-    assert choose(Shape(1.0), (H, K, D), torch.float32, CPU) is None
+        assert kernel.refuses(Shape(1.0), 128, torch.bfloat16, cuda) == ""
+        assert kernel.refuses(Shape(1.0), 128, torch.bfloat16, CPU) == "not taken on 'cpu'"
+        assert "soft caps" in kernel.refuses(Shape(1.0, softcap=2.0), 128, torch.bfloat16, cuda)
+        assert "sinks" in kernel.refuses(Shape(1.0, sinks=torch.ones(2)), 128, torch.bfloat16, cuda)
+    assert VARLEN.refuses(Shape(1.0), 128, torch.float32, cuda) == "computes bfloat16 and float16, not float32"
+    assert VARLEN.refuses(Shape(1.0), 512, torch.bfloat16, cuda) == "computes heads of up to 256, not 512"
+    choice = choose(Shape(1.0), (H, K, D), torch.float32, CPU)
+    assert choice.kernel is None
+    assert str(choice) == "blocks (varlen: not taken on 'cpu'; sdpa: not taken on 'cpu')"
 
 
 def always(name, attend):
-    return Kernel(name, attend, lambda *_: True, lambda *_: True)
+    return Kernel(name, attend, lambda *_: "", lambda *_: True)
 
 
-def test_the_choice_is_by_equality_and_then_by_time(monkeypatch):
+def test_the_choice_is_by_equality_and_then_by_time_and_says_why(monkeypatch):
     def broken(*_):
-        raise RuntimeError("no kernel image")
+        raise RuntimeError("no kernel image\nCUDA kernel errors might be reported later")
 
     def inexact(*args):
         return attend_blocks(*args) * 1.01
@@ -109,9 +112,27 @@ def test_the_choice_is_by_equality_and_then_by_time(monkeypatch):
     monkeypatch.setattr(attention_kernels._Probe, "seconds", lambda self, attend: seconds[attend])
     kernels = [always(str(i), attend) for i, attend in enumerate((broken, inexact, ignores_the_past, same, faster))]
     arguments = Shape(0.25), (H, K, D), torch.float32, CPU
-    assert choose(*arguments, kernels=kernels) is kernels[4]
-    assert choose(*arguments, kernels=kernels[:4]) is None, "not enough faster"
-    assert choose(*arguments, kernels=[replace(always("no groups", faster), accepts_groups=lambda *_: False)]) is None
+    choice = choose(*arguments, kernels=kernels)
+    assert choice.kernel is kernels[4]
+    assert choice.reasons.pop("2").startswith("differs from blocks by ")
+    assert choice.reasons == {
+        "0": "RuntimeError: no kernel image",
+        "1": "differs from blocks by 1.0e-02 of the largest value",
+        "3": "1.4 times as fast as blocks, must be 1.5",
+        "4": "1.7 times as fast as blocks",
+    }
+    assert choose(*arguments, kernels=kernels[:4]).kernel is None, "not enough faster"
+    no_groups = replace(always("no groups", faster), accepts_groups=lambda *_: False)
+    assert str(choose(*arguments, kernels=[no_groups])) == "blocks (no groups: computes none of the probes)"
+
+
+def test_an_engine_says_what_it_has_chosen():
+    model, _ = open_pair("gemma2")
+    *attention, products = model.kernels
+    refused = f"blocks (varlen: not taken on '{DEVICE.type}'; sdpa: not taken on '{DEVICE.type}')"
+    assert len(attention) == 2 and all(line.endswith(f"a soft cap: {refused}") for line in attention), attention
+    assert sum("a window of" in line for line in attention) == 1
+    assert products == f"products of several adapters: one by one (grouped ones are not taken on '{DEVICE.type}')"
 
 
 def test_time_is_measured():
@@ -120,7 +141,6 @@ def test_time_is_measured():
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, attend_varlen], ids=["sdpa", "varlen"])
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the naive function computes on the CPU")
 @pytest.mark.usefixtures("flash")
 def test_training_with_a_kernel_gives_the_same_gradients(attend):
     model, _ = open_pair("qwen3")

@@ -457,8 +457,13 @@ def test_a_name_that_comes_again_has_its_new_weights(engine, new_run):
     engine.drop_sampler(DropSampler(request_id="r", sampler_id="again"))
     engine.publish_sampler(PublishSampler(request_id="r", model_id=new, sampler_id="again"))
     results = sample(engine, make_sample("new", prompt_length=64, sampler_id="again"))
-    assert tokens_and_logprobs(results["old"]) == expected_old
-    assert tokens_and_logprobs(results["new"]) == expected_new
+    for found, expected in ((results["old"], expected_old), (results["new"], expected_new)):
+        for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(
+            tokens_and_logprobs(found), expected, strict=True
+        ):
+            assert tokens == expected_tokens
+            # Several rows round differently from one row, but not with the packed weights of a CPU.
+            assert logprobs == pytest.approx(expected_logprobs, rel=0, abs=0 if DEVICE.type == "cpu" else 1e-4)
 
 
 def test_samplers_are_never_replaced(engine, new_run, tmp_path):

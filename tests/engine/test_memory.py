@@ -1,10 +1,12 @@
 """The token budget: how it follows memory, and that its estimate is what real passes take."""
 
+import gc
 import sys
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lorimer.engine.messages import Datum, ForwardBackward
 from lorimer.engine.model.attention import group_sequences
@@ -19,7 +21,7 @@ from lorimer.engine.model.memory import (
 from lorimer.engine.training.batch import AdapterSlice, Pass
 from lorimer.engine.training.trainer import Trainer, TrainItem
 from lorimer.engine.validation import check_operation
-from tests.engine.reference import DEVICE, make_adapter, on_device, open_pair, relative_error
+from tests.engine.reference import DEVICE, MOE, make_adapter, on_device, open_pair, relative_error
 from tests.memory import resident_peak
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 8192}
@@ -72,6 +74,17 @@ def test_measuring_leaves_nothing_behind(small_model):
     activation_bytes_per_token(small_model)
     assert small_model.slot.current.slices == []
     assert all(p.grad is None for p in small_model.decoder.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", *MOE])
+def test_measuring_holds_no_weight(architecture):
+    """What still refers to a weight would keep all of it in every rank that is to keep a part."""
+    measured, _ = open_pair(architecture)
+    activation_bytes_per_token(measured)
+    weights = [(name, StorageWeakRef(p.untyped_storage())) for name, p in measured.transformer.named_parameters()]
+    del measured, _
+    gc.collect()
+    assert [name for name, weight in weights if not weight.expired()] == []
 
 
 def test_estimate_is_what_a_longer_pass_keeps(model):

@@ -8,11 +8,10 @@ from lorimer.engine.adapters.adapters import snapshot
 from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.device import Device
 from lorimer.engine.sampling.merged import PATIENCE, MergedAdapter
-from tests.engine.reference import DENSE, DEVICE, MOE, make_adapter, open_pair
+from tests.engine.reference import DENSE, MOE, make_adapter, open_pair
 from tests.engine.test_sampling import finish, make_sampler, prompt_of, request, trainer_logprobs
 
 LONG = 2 * PATIENCE
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="only a CPU has packed weights to merge into")
 
 
 @pytest.mark.parametrize(("architecture", "flags"), [*((name, {}) for name in DENSE), ("phi3", {"use_rslora": True})])

@@ -312,6 +312,14 @@ def test_images_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_that_find_their_token_budget_keep_a_part_of_the_base(tmp_path):
+    """Measuring activations must not hold what sharding is to free."""
+    make_debug_model(tmp_path / "model", architecture="gpt_oss")
+    with EngineProcess(settings(tmp_path, model=str(tmp_path / "model"), ranks=2), lambda event: None) as engine:
+        assert engine.ready.result(PATIENCE).token_budget > 0
+
+
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_is_refused_with_its_reason(tmp_path):
     make_debug_model(tmp_path / "model", architecture="llama")
     with EngineProcess(settings(tmp_path, model=str(tmp_path / "model"), ranks=2, max_context=100_000)) as engine:

@@ -110,7 +110,11 @@ class RayInstallation(Installation):
     def command(self, *words: str, code: int = 0) -> str:
         """Run ``lorimer cluster`` and return what it prints; of one that fails, its error."""
         done = subprocess.run(
-            [*LORIMER, "cluster", *words], env=environment(), capture_output=True, text=True, timeout=WAIT_SECONDS
+            [*LORIMER, "cluster", *words],
+            env=environment(**self._extra),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr

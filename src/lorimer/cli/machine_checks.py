@@ -113,9 +113,10 @@ def check_device(model: str) -> list[Finding]:
             for name, one in found["differences"].items()
         )
     )
+    kernels = [ok("kernels", line) for line in found["kernels"]]
     if found["is_equal"]:
-        return [ok("device", text)]
-    return [failed("device", text, "send us this report; serve with `--device cpu` meanwhile")]
+        return [ok("device", text), *kernels]
+    return [failed("device", text, "send us this report; serve with `--device cpu` meanwhile"), *kernels]
 
 
 def torch_finding(found: dict[str, Any]) -> Finding:

@@ -165,6 +165,7 @@ class Engine:
             eos_token_ids=self._eos,
             target_modules=sorted({t.name.rpartition(".")[2] for t in model.targets}),
             no_images=model.no_images,
+            kernels=model.kernels,
         )
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────

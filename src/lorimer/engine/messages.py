@@ -277,6 +277,8 @@ class ModelInfo(Message):
     target_modules: list[str]
     no_images: str = ""
     """Why the model reads no images; empty if it does."""
+    kernels: list[str] = []
+    """Which kernels compute it on its device, and why others do not, in one line each."""
 
 
 class Ready(Message):

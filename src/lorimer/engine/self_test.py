@@ -44,6 +44,7 @@ def report(model: str) -> dict[str, Any]:
         "name": torch.cuda.get_device_name() if chosen["info"].device.startswith("cuda") else platform.processor(),
         "dtype": chosen["info"].dtype,
         "token_budget": chosen["info"].token_budget,
+        "kernels": chosen["info"].kernels,
         "torch": str(torch.__version__),
         "differences": differences,
         "accepted": {"logprob": MAX_LOGPROB, "gradient": MAX_GRADIENT},

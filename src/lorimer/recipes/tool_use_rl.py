@@ -12,14 +12,15 @@ at temperature 1, 37 % are correct after the supervised stage and 65 % after RL.
 
 import ast
 import asyncio
+import contextlib
 import operator
 import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,8 +33,9 @@ from lorimer.cookbook.logs import read_metrics
 from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.renderers import Renderer, get_renderer
 from lorimer.cookbook.rl import training
-from lorimer.cookbook.rl.envs import RLDataset
+from lorimer.cookbook.rl.envs import Env, RLDataset
 from lorimer.cookbook.rl.problems import ProblemDataset
+from lorimer.cookbook.rl.remote_envs import EnvPool
 from lorimer.cookbook.rl.tools import ToolEnv, tool
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.terminal import run_recipe
@@ -88,6 +90,18 @@ def make_env(renderer: Renderer, numbers: Product, for_call: float = 0.0) -> Too
     return ToolEnv(renderer, [ask(numbers)], [calculator], reward, max_turns=3, parse_calls=parse_calls)
 
 
+@cache
+def read_renderer(directory: str) -> Renderer:
+    from transformers import AutoTokenizer
+
+    return get_renderer("auto", AutoTokenizer.from_pretrained(directory))
+
+
+def make_env_there(directory: str, numbers: Product, for_call: float) -> ToolEnv:
+    """Create an environment in a process that has no renderer yet; its tokenizer is in ``directory``."""
+    return make_env(read_renderer(directory), numbers, for_call)
+
+
 def draw(rng: random.Random) -> Product:
     return rng.randint(2, 9), rng.randint(11, 99)
 
@@ -104,9 +118,12 @@ def show_form(renderer: Renderer, rng: random.Random) -> Iterable[Datum]:
     yield conversation_to_datum(conversation, renderer, train_on=TrainOn.ALL_ASSISTANT_MESSAGES)
 
 
-async def run(service: ServiceClient, sft: supervised.Config, rl: training.Config) -> training.Result:
+async def run(
+    service: ServiceClient, sft: supervised.Config, rl: training.Config, pool: EnvPool | None
+) -> training.Result:
     shown = await supervised.train(sft, service)
-    return await training.train(replace(rl, load_from=shown.checkpoint.state_path), service)
+    async with pool or contextlib.nullcontext():
+        return await training.train(replace(rl, load_from=shown.checkpoint.state_path), service)
 
 
 def main(
@@ -118,13 +135,30 @@ def main(
     batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 24,
     group_size: Annotated[int, typer.Option(help="tries at each question", min=1)] = 8,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    environments: Annotated[
+        Literal["here", "processes", "ray"],
+        typer.Option(help="in this process, in processes of this machine, or in those of a Ray cluster"),
+    ] = "here",
+    environment_workers: Annotated[int, typer.Option(min=1)] = 2,
     seed: int = 0,
 ) -> None:
+    pool = (
+        None
+        if environments == "here"
+        else EnvPool(make_env_there, num_workers=environment_workers, backend=environments)
+    )
+
     def make_datasets(renderer: Renderer) -> tuple[RLDataset, RLDataset]:
         rng = random.Random(seed)
         products = list(dict.fromkeys(draw(rng) for _ in range(2000)))
 
-        make, measure = partial(make_env, renderer, for_call=0.5), partial(make_env, renderer)
+        def maker(for_call: float) -> Callable[[Product], Env]:
+            if pool is None:
+                return partial(make_env, renderer, for_call=for_call)
+            directory = renderer.tokenizer.name_or_path
+            return lambda numbers: pool.env(directory, numbers, for_call)
+
+        make, measure = maker(0.5), maker(0.0)
         return (
             ProblemDataset(products[100:], make, batch_size=batch_size, group_size=group_size, seed=seed),
             ProblemDataset(products[:100], measure, batch_size=100, group_size=1),
@@ -157,7 +191,7 @@ def main(
             seed=seed,
             notes={"batch_size": batch_size, "group_size": group_size},
         )
-        result = asyncio.run(run(service, sft, rl))
+        result = asyncio.run(run(service, sft, rl, pool))
     before, after = read_metrics(rl.log_dir)[0]["test/correct"], result.metrics["test/correct"]
     print(f"right answers to 100 products never seen: {before:.0%} after the examples, {after:.0%} after trying")
     print(f"trained: {result.sampler_path}")

@@ -33,7 +33,10 @@ class Grader:
     def __init__(self, setup: dict[str, Any]) -> None:
         # What the program finds is found here; on another machine its places may not exist, and this one's are.
         sys.path[:] = dict.fromkeys([*setup["path"], *sys.path])
-        self._function = find_function(setup["module"], setup["name"], setup["main_path"])
+        found = find_function(setup["module"], setup["name"], setup["main_path"])
+        made_of = setup.get("made_of")
+        # What plays environments (``remote_envs.py``) is made once, and answers with more than a grade.
+        self._function, self._convert = (found, as_grade) if made_of is None else (found(**made_of), dict)
         if setup["memory_bytes"] is not None:
             limit_memory(setup["memory_bytes"])
 
@@ -48,7 +51,7 @@ class Grader:
             value = self._function(*arguments)
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
-            return "ok", as_grade(value)
+            return "ok", self._convert(value)
         except MemoryError:
             return "memory", "the grader asked for more memory than it may have"
         except BaseException:  # also an exit or an interrupt that the grader raises: it is no end of training
@@ -109,10 +112,10 @@ def encode_reply(reply: Reply) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def decode_reply(body: bytes) -> Reply:
+def decode_reply(body: bytes, is_grade: bool = True) -> Reply:
     """Raises ``ValueError`` for anything that is no reply."""
     kind, detail = json.loads(body)
-    return str(kind), as_grade(tuple(detail)) if kind == "ok" else detail
+    return str(kind), as_grade(tuple(detail)) if kind == "ok" and is_grade else detail
 
 
 def read(stream: BinaryIO) -> Any:

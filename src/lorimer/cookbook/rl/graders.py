@@ -67,14 +67,12 @@ class GraderPool:
     ) -> None:
         if num_workers < 1:
             raise InvalidInput(f"num_workers is {num_workers}; 1 or more is accepted")
-        if backend not in get_args(Backend):
-            raise InvalidInput(f"backend is {backend!r}; accepted are {', '.join(get_args(Backend))}")
         self.timeout_seconds = timeout_seconds
         self.counts: Counter[str] = Counter()
         """Grades since the pool was made: ``graded``, and each kind of error."""
         self._reported: Counter[str] = Counter()
-        self._setup = _setup(grader, memory_mb)
-        self._start = ProcessWorker.start if backend == "processes" else _ray_start()
+        self._setup = function_setup(grader, memory_mb)
+        self._start = find_backend(backend)
         # A slot holds an idle worker, or None where one must be started; the youngest is used first.
         self._slots: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         self._num_slots = num_workers
@@ -135,7 +133,7 @@ def _grade(reply: Reply) -> Grade:
     return Grade(0.0, error=kind, detail=content)  # type: ignore[arg-type]
 
 
-def _setup(grader: Callable[..., Any] | str, memory_mb: int | None) -> dict[str, Any]:
+def function_setup(grader: Callable[..., Any] | str, memory_mb: int | None) -> dict[str, Any]:
     """How a worker finds the grader: by its module, or by the script that is the main program."""
     main_path = None
     if isinstance(grader, str):
@@ -166,8 +164,8 @@ def _setup(grader: Callable[..., Any] | str, memory_mb: int | None) -> dict[str,
 class ProcessWorker:
     """A process that grades one call at a time, in a process group of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, is_grader: bool) -> None:
+        self._process, self._is_grader = process, is_grader
 
     @classmethod
     async def start(cls, setup: dict[str, Any]) -> Worker:
@@ -177,7 +175,7 @@ class ProcessWorker:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        worker = cls(process)
+        worker = cls(process, "made_of" not in setup)
         try:
             kind, detail = await worker._exchange(setup, START_SECONDS)
         except (TimeoutError, WorkerDied, asyncio.CancelledError) as error:
@@ -211,7 +209,7 @@ class ProcessWorker:
             code = await self._process.wait()
             raise WorkerDied(f"the process of the grader ended with status {code}") from None
         try:
-            return grader_worker.decode_reply(body)
+            return grader_worker.decode_reply(body, self._is_grader)
         except (TypeError, ValueError) as error:
             raise WorkerDied(f"the process of the grader sent what is no reply: {error}") from None
 
@@ -226,7 +224,12 @@ class ProcessWorker:
 # ── actors of a Ray cluster ───────────────────────────────────────────────────────────────────────────
 
 
-def _ray_start() -> Callable[[dict[str, Any]], Any]:
+def find_backend(backend: Backend) -> Callable[[dict[str, Any]], Any]:
+    """Return what starts the workers of a backend."""
+    if backend not in get_args(Backend):
+        raise InvalidInput(f"backend is {backend!r}; accepted are {', '.join(get_args(Backend))}")
+    if backend == "processes":
+        return ProcessWorker.start
     try:
         from lorimer.cookbook.rl.ray_graders import RayWorker
     except ImportError as error:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from lorimer.chat.conversation import TrainOn
 from lorimer.cookbook.datums import Reduction
+from lorimer.cookbook.rl.graders import Backend
 from lorimer.errors import InvalidInput
 
 Task = Literal["arithmetic", "word_problems", "questions"]
@@ -73,6 +74,8 @@ class RlData(Rows):
     grader: str | None = None
     """A function of (reply, answer) that returns a number, as module:function, run in separate processes. Without it
     the reply must equal the answer, or in word_problems end with its number after ####."""
+    graders: Backend = "processes"
+    """Where the grader runs: in processes of this machine, or with ray in those of the Ray cluster at RAY_ADDRESS."""
     grader_workers: int = 2
     """Processes that grade."""
     grader_seconds: float = 10.0

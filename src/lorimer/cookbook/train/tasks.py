@@ -47,7 +47,12 @@ async def open_grading(data: RlData) -> AsyncIterator[Grading]:
         grade = grade_number if data.task == "word_problems" else exact_match()
         yield Grading(lambda renderer, row: RowProblem(renderer, grade, row))
         return
-    async with GraderPool(data.grader, num_workers=data.grader_workers, timeout_seconds=data.grader_seconds) as pool:
+    async with GraderPool(
+        data.grader,
+        num_workers=data.grader_workers,
+        timeout_seconds=data.grader_seconds,
+        backend=data.graders,
+    ) as pool:
         yield Grading(
             lambda renderer, row: GradedProblem(renderer, str(row["question"]), str(row["answer"]), pool),
             pool.take_metrics,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from lorimer.engine.model.attention import AttentionGroup, Groups, Past, Shape, attend_blocks, group_sequences
-from lorimer.engine.model.device import upload
+from lorimer.engine.model.device import describe_failure, upload
 
 Attend = Callable[[Tensor, Tensor, Tensor, Groups, Shape], Tensor]
 """Maps q ``(H, T, D)``, k and v ``(K, T, D)`` to ``(T, H, D)``, with a gradient."""
@@ -37,8 +37,8 @@ _CONTINUED: tuple[Past, ...] = (*_ALONE[:-2], (slice(0, 301),), (slice(0, 301), 
 class Kernel:
     name: str
     attend: Attend
-    accepts: Callable[[Shape, int, torch.dtype, torch.device], bool]
-    """Whether it computes layers of a shape and head size in a dtype on a device."""
+    refuses: Callable[[Shape, int, torch.dtype, torch.device], str]
+    """Why it does not compute layers of a shape and head size in a dtype on a device; empty if it does."""
     accepts_groups: Callable[[Shape, Groups], bool]
     """Whether it computes the sequences of a pass; the reference computes the others."""
 
@@ -70,8 +70,10 @@ def _rows(group: AttentionGroup, x_HTD: Tensor) -> Tensor:
     return rows.view(group.num_sequences, group.length, *rows.shape[1:]).transpose(1, 2)
 
 
-def _is_plain(shape: Shape) -> bool:
-    return shape.softcap is None and shape.sinks is None
+def _refuses_sdpa(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type not in ("cuda", "mps"):
+        return f"not taken on {device.type!r}"
+    return "computes neither soft caps nor sinks" if shape.softcap is not None or shape.sinks is not None else ""
 
 
 # ── varlen ────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,19 +136,25 @@ class _Varlen:
         return cls(query_ends, key_ends, max(lengths), max(num_keys), keys[0] if keys else None)
 
 
+def _refuses_varlen(shape: Shape, size: int, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"not taken on {device.type!r}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return f"computes heads of up to 256, not {size}" if size > 256 else _refuses_sdpa(shape, size, dtype, device)
+
+
 KERNELS = (
     Kernel(
         "varlen",
         attend_varlen,
-        lambda shape, size, dtype, device: (
-            _is_plain(shape) and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and size <= 256
-        ),
+        _refuses_varlen,
         lambda shape, groups: True,
     ),
     Kernel(
         "sdpa",
         attend_sdpa,
-        lambda shape, size, dtype, device: _is_plain(shape) and device.type in ("cuda", "mps"),
+        _refuses_sdpa,
         lambda shape, groups: all(
             not group.past and (shape.window is None or group.length <= shape.window) for group in groups
         ),
@@ -161,33 +169,47 @@ Heads = tuple[int, int, int]
 """H, K and D of a layer."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    kernel: Kernel | None
+    """The fastest kernel that equals the reference for a layer and is much faster; ``None``: the reference."""
+    reasons: dict[str, str]
+    """By kernel, how much faster it was, or why it does not compute the layer."""
+
+    def __str__(self) -> str:
+        others = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return f"{self.kernel.name if self.kernel else 'blocks'} ({others})"
+
+
 def choose(
     shape: Shape, heads: Heads, dtype: torch.dtype, device: torch.device, kernels: Sequence[Kernel] = KERNELS
-) -> Kernel | None:
-    """Return the fastest kernel that equals the reference for a layer and is much faster, or ``None``."""
-    kernels = [kernel for kernel in kernels if kernel.accepts(shape, heads[2], dtype, device)]
+) -> Choice:
+    """Compare kernels with the reference on a layer's shape, and take the fastest."""
+    reasons = {kernel.name: kernel.refuses(shape, heads[2], dtype, device) for kernel in kernels}
+    kernels = [kernel for kernel in kernels if not reasons[kernel.name]]
     probes = [_Probe(shape, heads, dtype, device, pasts) for pasts in (_ALONE, _CONTINUED) if kernels]
-    best, fastest = None, float("inf")
+    best, fastest = None, _MIN_SPEEDUP
     for kernel in kernels:
-        if _is_equal(kernel, probes):
-            probe = next(probe for probe in probes if kernel.accepts_groups(shape, probe.groups))
-            share = probe.seconds(kernel.attend) / probe.seconds(attend_blocks)
-            if share < min(fastest, 1 / _MIN_SPEEDUP):
-                best, fastest = kernel, share
-    return best
+        reasons[kernel.name], speedup = _compare(kernel, probes)
+        if speedup > fastest:
+            best, fastest = kernel, speedup
+    return Choice(best, reasons)
 
 
-def _is_equal(kernel: Kernel, probes: Sequence["_Probe"]) -> bool:
-    """Return whether the kernel equals the reference on every probe that it accepts, and accepts one."""
+def _compare(kernel: Kernel, probes: Sequence["_Probe"]) -> tuple[str, float]:
+    """Return what is to be said of a kernel, and how many times faster it is; 0 if it cannot be taken."""
     accepted = [probe for probe in probes if kernel.accepts_groups(probe.shape, probe.groups)]
+    if not accepted:
+        return "computes none of the probes", 0.0
     try:
-        return bool(accepted) and all(
-            _is_close(found, expected)
-            for probe in accepted
-            for found, expected in zip(probe.run(kernel.attend), probe.run(attend_blocks), strict=True)
-        )
-    except (NotImplementedError, RuntimeError, ValueError):
-        return False  # torch has no such kernel for this device or these sizes
+        error = max(probe.error(kernel.attend) for probe in accepted)
+        if not error <= _TOLERANCE[accepted[0].dtype]:
+            return f"differs from blocks by {error:.1e} of the largest value", 0.0
+        speedup = accepted[0].seconds(attend_blocks) / accepted[0].seconds(kernel.attend)
+    except Exception as failure:  # whatever torch raises where it has no such kernel: the reference is there
+        return describe_failure(failure), 0.0
+    enough = "" if speedup > _MIN_SPEEDUP else f", must be {_MIN_SPEEDUP:g}"
+    return f"{speedup:.1f} times as fast as blocks{enough}", speedup
 
 
 class _Probe:
@@ -199,7 +221,7 @@ class _Probe:
         num_heads, num_kv, size = heads
         lengths = list(_PROBE_LENGTHS)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        self.shape, self.groups = shape, group_sequences(lengths, starts, device, pasts=pasts)
+        self.shape, self.groups, self.dtype = shape, group_sequences(lengths, starts, device, pasts=pasts), dtype
         generator = torch.Generator().manual_seed(0)
         q, k, v, self._d_out = (
             torch.randn(sum(lengths), count, size, generator=generator).to(device, dtype)
@@ -214,6 +236,14 @@ class _Probe:
             out_THD = attend(q, k, v, self.groups, self.shape)
             return [out_THD.detach(), *torch.autograd.grad(out_THD, self._inputs, self._d_out)]
 
+    def error(self, attend: Attend) -> float:
+        """Return the largest difference from the reference, as a part of the largest value; NaN if one is."""
+        pairs = zip(self.run(attend), self.run(attend_blocks), strict=True)
+        errors = [
+            (found.float() - expected.float()).abs().max() / expected.float().abs().max() for found, expected in pairs
+        ]
+        return torch.stack(errors).max().item()
+
     def seconds(self, attend: Attend) -> float:
         """Return the best of several timings, each until the device has finished."""
         best = float("inf")
@@ -222,8 +252,3 @@ class _Probe:
             self.run(attend)[-1].sum().item()
             best = min(best, time.perf_counter() - start)
         return best
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    difference = (found.float() - expected.float()).abs().max()
-    return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())

@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
 from lorimer.engine.model.attention import group_sequences, packed_attention
-from lorimer.engine.model.attention_kernels import Kernel, choose
+from lorimer.engine.model.attention_kernels import Choice, Heads, choose
 from lorimer.engine.model.device import Device
 from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
@@ -203,16 +203,20 @@ class BaseModel:
 
     def _choose_kernels(self) -> None:
         """Choose the implementation of each layer's attention on the device that the model has now."""
-        known: dict[Any, Kernel | None] = {}
+        known: dict[Any, Choice] = {}
         for module in self.decoder.modules():
             if hasattr(module, "lorimer_heads"):
                 shape, heads = module.lorimer_shape, module.lorimer_heads
                 key = shape.scale, shape.window, shape.softcap, shape.sinks is None, heads
                 if key not in known:
-                    # The kernels have no gradient of the sinks, which a full run may train.
+                    # A full run may train the sinks.
                     has_sinks = self.slot.trains_base and shape.sinks is not None
-                    known[key] = None if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
-                module.lorimer_kernel = known[key]
+                    refused = Choice(None, {"kernels": "have no gradient of sinks"})
+                    known[key] = refused if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
+                module.lorimer_kernel = known[key].kernel
+        self.kernels = [f"attention{_describe_layers(*key)}: {choice}" for key, choice in known.items()]
+        self.kernels.append(f"products of several adapters: {self.grouping}")
+        """What was chosen when the model came to its device, and why nothing else, in one line each."""
 
     # ── sharding ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -466,8 +470,10 @@ def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
         return LogitMap(softcap=float(softcap))
-    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it.
-    factor = ((raw.double() * reference.double()).sum() / raw.double().square().sum()).item()
+    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it. Apple's GPUs have
+    # no float64.
+    ours, theirs = raw.cpu().double(), reference.cpu().double()
+    factor = ((ours * theirs).sum() / ours.square().sum()).item()
     return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
 
 
@@ -503,6 +509,12 @@ def _number_attention_layers(model: nn.Module) -> None:
         if "Attention" in type(module).__name__ and hasattr(module, "layer_idx"):
             module.lorimer_layer = number  # type: ignore[assignment]
             number += 1
+
+
+def _describe_layers(scale: float, window: int | None, softcap: float | None, no_sinks: bool, heads: Heads) -> str:
+    parts = ["" if window is None else f"a window of {window}", "" if softcap is None else "a soft cap"]
+    others = ", ".join(filter(None, [*parts, "" if no_sinks else "sinks"]))
+    return f" with {heads[0]} heads of {heads[2]}" + (f", {others}" if others else "")
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -77,6 +77,12 @@ def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     return arrays
 
 
+def describe_failure(failure: Exception) -> str:
+    """Return in one line what torch cannot compute on a device; its messages can have a stack of C++ calls."""
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0][:200]}" if lines else type(failure).__name__
+
+
 def open_device(config: EngineConfig, rank: int = 0) -> Device:
     """Open the device of one rank: a GPU of its own, or its part of the cores and the memory."""
     ranks = config.ranks

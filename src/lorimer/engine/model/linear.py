@@ -257,9 +257,16 @@ class Grouping:
             y = torch.zeros_like(x)
             backpropagate(x, y, add_products(x, y, [target], slices), torch.zeros_like(x))
 
-        # Not compared on a CPU, where a small product takes no time to start and grouping only copies.
         self._device = device
-        self.is_used = device.type == "cuda" and grouped.is_better(device, dtype, hidden_size, alone)
+        # Not compared on a CPU, where a small product takes no time to start and grouping only copies.
+        self.is_used, self.reason = (
+            grouped.compare(device, dtype, hidden_size, alone)
+            if device.type == "cuda"
+            else (False, f"grouped ones are not taken on {device.type!r}")
+        )
+
+    def __str__(self) -> str:
+        return f"{'grouped' if self.is_used else 'one by one'} ({self.reason})"
 
     def arrange(self, slices: list[AdapterSlice]) -> list[AdapterSlice]:
         """Return the slices of a pass in the form in which they are multiplied: one alone gains nothing."""

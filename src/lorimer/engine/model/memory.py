@@ -47,7 +47,8 @@ def activation_bytes_per_token(model: BaseModel) -> float:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in frozen:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Not the tensor itself: an operation that saves its result would refer to itself, and hold all weights forever.
+        return tensor.detach()
 
     tokens = torch.arange(_PROBE_TOKENS, device=model.device.handle) % model.vocab_size
     current = Pass(
