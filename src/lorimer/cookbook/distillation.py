@@ -7,9 +7,9 @@ prompt distillation, what the teacher answers when it reads more than the studen
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -171,7 +171,7 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
     async def steps(training: Training, start: int) -> Checkpoint:
         teacher_model = None if config.teacher_path else config.teacher_model or config.base_model
         teacher = await training.service.create_sampling_client_async(config.teacher_path, base_model=teacher_model)
-        tokenizer = await asyncio.to_thread(get_tokenizer, training.service, config.base_model)
+        tokenizer = cache(partial(get_tokenizer, training.service, config.base_model))
         return await _Loop(config, training, teacher, tokenizer).run(start)
 
     return await run_loop(config, steps, service)
@@ -182,8 +182,8 @@ class _Loop:
     config: Config
     training: Training
     teacher: SamplingClient
-    tokenizer: Any
-    """For the texts of rollouts."""
+    tokenizer: Callable[[], Any]
+    """For the texts of rollouts, and loaded with the first of them."""
 
     async def run(self, start: int) -> Checkpoint:
         config, training, client = self.config, self.training, self.training.client
@@ -256,11 +256,12 @@ class _Loop:
         scored: Sequence[NDArray[np.float32]],
     ) -> list[Rollout]:
         """Return the samples of a prompt as rollouts, whose reward is minus the reverse KL divergence per token."""
-        asked = prompt_turn(self.tokenizer, prompt.student)
+        tokenizer = self.tokenizer()
+        asked = prompt_turn(tokenizer, prompt.student)
         found: list[Rollout] = []
         for number, (one, datum, of_teacher) in enumerate(zip(samples, data, scored, strict=True)):
             advantages = datum.advantages[-len(one.tokens) :].tolist()
-            turn = sampled_turn(self.tokenizer, one.tokens, one.logprobs, advantages=advantages)
+            turn = sampled_turn(tokenizer, one.tokens, one.logprobs, advantages=advantages)
             closeness = float(np.mean(of_teacher - np.array(one.logprobs, np.float32)))
             parts = {"teacher_logprob": float(of_teacher.mean())}
             found.append(

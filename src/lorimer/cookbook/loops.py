@@ -71,8 +71,10 @@ class LoopConfig(ABC):
     """How many checkpoints stay on the server; ``None`` keeps all."""
     sinks: Sequence[str] = DEFAULT_SINKS
     rollout_fraction: float = 1.0
-    """Of the groups that a step samples, and of the rows of an evaluation, which the server keeps for people to read; 0
-    sends none, and so does a log without the sink ``server``."""
+    """Of the groups that a step samples, and of the rows of an evaluation, which the server keeps for people to read.
+
+    0 sends none, and so does a log without the sink ``server``.
+    """
     rollout_bytes: int = 1_000_000
     """The most that is sent of a step, as JSON; what is beyond is left out."""
     notes: dict[str, Any] = field(default_factory=dict)

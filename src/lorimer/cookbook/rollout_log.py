@@ -58,7 +58,7 @@ class RolloutLog(Reporter[Batch]):
             try:
                 await client.rollout_reports.send(rollouts, batch.step, PATIENCE_SECONDS)
             except NotFoundError as error:
-                raise InvalidInput("it has no place for them, and may be of an older version") from error
+                raise InvalidInput(f"{error} (servers of older versions have no place for them)") from error
 
     def _made(self, batch: Batch) -> list[Rollout]:
         return list(self._fitting(batch))

@@ -101,8 +101,10 @@ class Config(UpdateConfig):
     num_groups_to_log: int = 1
     """Groups of each step whose transcripts go to ``rollouts.jsonl``."""
     rollout_fraction: float = 1.0
-    """Of the groups of a step, and of an evaluation, which the server keeps for people to read; 0 sends none, and so does
-    a log without the sink ``server``."""
+    """Of the groups of a step, and of an evaluation, which the server keeps for people to read.
+
+    0 sends none, and so does a log without the sink ``server``.
+    """
     rollout_bytes: int = 1_000_000
     """The most that is sent of a step, as JSON; groups beyond it are left out."""
     seed: int = 0
