@@ -24,7 +24,7 @@ from lorimer.cli import (
     plot,
     recipe,
     replica,
-    run_changes,
+    rollouts,
     session,
     train,
     usage,
@@ -64,7 +64,7 @@ app.command(rich_help_panel=TRY, epilog=bench.EPILOG)(bench.bench)
 app.add_typer(train.app, name="train", rich_help_panel=TRAINING)
 app.add_typer(data.app, name="data", rich_help_panel=TRAINING)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=TRAINING)
-app.add_typer(run_changes.app, name="run", rich_help_panel=WEIGHTS)
+app.add_typer(rollouts.app, name="run", rich_help_panel=WEIGHTS)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=WEIGHTS)
 app.add_typer(session.app, name="session", rich_help_panel=WEIGHTS)
 app.command(

@@ -16,6 +16,7 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if
 from lorimer.client.metrics import Reports, metric_point
 from lorimer.client.polling import json_result, protobuf_result
 from lorimer.client.retries import RetryConfig
+from lorimer.client.rollouts import GivenRollout, RolloutReports
 from lorimer.client.runs import run_path
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
@@ -23,6 +24,7 @@ from lorimer.client.submit import Operations, Submission, check_data, json_submi
 from lorimer.types.compatibility import PROTOBUF
 from lorimer.types.encoding import decode_forward_backward_output, encode_training_request
 from lorimer.types.metrics import ReportMetricsResponse
+from lorimer.types.rollouts import LogRolloutsResponse
 from lorimer.types.runs import EndStatus, FinishRunRequest
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class TrainingClient:
         self._connection = holder.connection
         self._operations = Operations(holder.connection, f"training of {model_id}")
         self.reports = Reports(holder.connection, model_id)
+        self.rollout_reports = RolloutReports(holder.connection, model_id)
 
     def forward(
         self, data: list[types.Datum], loss_fn: types.LossFnType, loss_fn_config: LossConfig | None = None
@@ -326,6 +329,28 @@ class TrainingClient:
         self, metrics: Mapping[str, SupportsFloat], step: int
     ) -> APIFuture[ReportMetricsResponse]:
         return self.log_metrics(metrics, step)
+
+    def log_rollouts(self, rollouts: Sequence[GivenRollout], step: int | None = None) -> APIFuture[LogRolloutsResponse]:
+        """Have the server keep what the policy wrote in a step, with rewards and all, for people to read; ours alone.
+
+        ``RestClient.list_rollouts`` and the console show it. Each is a ``types.Rollout`` or a mapping of its fields.
+        """
+        return self.rollout_reports.send(rollouts, step)
+
+    async def log_rollouts_async(
+        self, rollouts: Sequence[GivenRollout], step: int | None = None
+    ) -> APIFuture[LogRolloutsResponse]:
+        return self.log_rollouts(rollouts, step)
+
+    def log_samples(self, samples: Sequence[GivenRollout], step: int | None = None) -> APIFuture[LogRolloutsResponse]:
+        """Log answers that were evaluated: rollouts whose ``kind`` is ``sample`` and whose ``split``, unless they name
+        another, is ``test``; ours alone."""
+        return self.rollout_reports.send(samples, step, kind="sample", split="test")
+
+    async def log_samples_async(
+        self, samples: Sequence[GivenRollout], step: int | None = None
+    ) -> APIFuture[LogRolloutsResponse]:
+        return self.log_samples(samples, step)
 
     def finish_run(self, status: EndStatus, error: str | None = None) -> APIFuture[None]:
         """Tell the server how the run ended, before the session does; ours alone."""

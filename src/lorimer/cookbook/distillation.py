@@ -7,8 +7,9 @@ prompt distillation, what the teacher answers when it reads more than the studen
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,8 +24,12 @@ from lorimer.cookbook.loops import LoopConfig, Result, Training, optim_metrics, 
 from lorimer.cookbook.rl.advantages import discounted_future_sum
 from lorimer.cookbook.rl.datums import RolloutDatum
 from lorimer.cookbook.rl.metrics import sampler_trainer_metrics
+from lorimer.cookbook.rollout_log import GroupMaker
 from lorimer.cookbook.schedules import Schedule
+from lorimer.cookbook.service import get_tokenizer
+from lorimer.cookbook.transcripts import finite, prompt_turn, sampled_turn
 from lorimer.errors import InvalidInput
+from lorimer.types import Rollout, SampledSequence
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,8 @@ async def train(config: Config, service: ServiceClient | None = None) -> Result:
     async def steps(training: Training, start: int) -> Checkpoint:
         teacher_model = None if config.teacher_path else config.teacher_model or config.base_model
         teacher = await training.service.create_sampling_client_async(config.teacher_path, base_model=teacher_model)
-        return await _Loop(config, training, teacher).run(start)
+        tokenizer = cache(partial(get_tokenizer, training.service, config.base_model))
+        return await _Loop(config, training, teacher, tokenizer).run(start)
 
     return await run_loop(config, steps, service)
 
@@ -176,14 +182,17 @@ class _Loop:
     config: Config
     training: Training
     teacher: SamplingClient
+    tokenizer: Callable[[], Any]
+    """For the texts of rollouts, and loaded with the first of them."""
 
     async def run(self, start: int) -> Checkpoint:
         config, training, client = self.config, self.training, self.training.client
         student = await client.save_weights_and_get_sampling_client_async()
         for number in range(start, training.total):
             begun = time.monotonic()
-            evaluated = await training.run_evaluators(student) if training.is_evaluated(number) else {}
-            data = await self._sample(student, number)
+            evaluated = await training.run_evaluators(student, number) if training.is_evaluated(number) else {}
+            data, sampled = await self._sample(student, number)
+            training.rollouts.log(number, sampled)
             sent = [datum.to_datum("importance_sampling") for datum in data]
             fwd_bwd_future = client.forward_backward(sent, "importance_sampling")
             optim_future = client.optim_step(config.step_params(number))
@@ -200,15 +209,16 @@ class _Loop:
             )
             if training.is_saved(number + 1):
                 await training.checkpoints.save_async(client, number + 1)
-        if metrics := await training.run_evaluators(student):
+        if metrics := await training.run_evaluators(student, training.total):
             training.log.log(metrics, training.total)
         return await training.checkpoints.save_async(client, training.total)
 
-    async def _sample(self, student: SamplingClient, number: int) -> list[RolloutDatum]:
+    async def _sample(self, student: SamplingClient, number: int) -> tuple[list[RolloutDatum], list[GroupMaker]]:
+        """Return the data of a step, and how the samples of each prompt are made rollouts to read."""
         config = self.config
         prompts = config.dataset.get_batch(number)
 
-        async def play(index: int, prompt: Prompt) -> list[RolloutDatum]:
+        async def play(index: int, prompt: Prompt) -> tuple[list[RolloutDatum], GroupMaker]:
             params = SamplingParams(
                 max_tokens=config.max_tokens,
                 temperature=config.temperature,
@@ -220,7 +230,7 @@ class _Loop:
             scored = await asyncio.gather(
                 *(teacher_logprobs(self.teacher, prompt.of_teacher, one.tokens) for one in samples)
             )
-            return [
+            data = [
                 on_policy_datum(
                     prompt.student,
                     one.tokens,
@@ -231,9 +241,41 @@ class _Loop:
                 )
                 for one, found in zip(samples, scored, strict=True)
             ]
+            return data, partial(self._rollouts, number, str(index), prompt, samples, data, scored)
 
         played = await asyncio.gather(*(play(index, prompt) for index, prompt in enumerate(prompts)))
-        return [datum for data in played for datum in data]
+        return [datum for data, _ in played for datum in data], [make for _, make in played]
+
+    def _rollouts(
+        self,
+        step: int,
+        group: str,
+        prompt: Prompt,
+        samples: Sequence[SampledSequence],
+        data: Sequence[RolloutDatum],
+        scored: Sequence[NDArray[np.float32]],
+    ) -> list[Rollout]:
+        """Return the samples of a prompt as rollouts, whose reward is minus the reverse KL divergence per token."""
+        tokenizer = self.tokenizer()
+        asked = prompt_turn(tokenizer, prompt.student)
+        found: list[Rollout] = []
+        for number, (one, datum, of_teacher) in enumerate(zip(samples, data, scored, strict=True)):
+            advantages = datum.advantages[-len(one.tokens) :].tolist()
+            turn = sampled_turn(tokenizer, one.tokens, one.logprobs, advantages=advantages)
+            closeness = float(np.mean(of_teacher - np.array(one.logprobs, np.float32)))
+            parts = {"teacher_logprob": float(of_teacher.mean())}
+            found.append(
+                Rollout(
+                    step=step,
+                    group=group,
+                    number=number,
+                    turns=[asked, turn],
+                    reward=finite(closeness),
+                    reward_parts={name: value for name, value in parts.items() if np.isfinite(value)},
+                    stop_reason=one.stop_reason,
+                )
+            )
+        return found
 
 
 def _sample_metrics(data: Sequence[RolloutDatum], config: Config) -> dict[str, float]:

@@ -8,7 +8,9 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +19,9 @@ from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook.completers import derive_seed
 from lorimer.cookbook.datums import mean_nll
 from lorimer.cookbook.renderers import Renderer
+from lorimer.cookbook.transcripts import finite, label, message_turn, sampled_turn
 from lorimer.errors import InvalidInput
+from lorimer.types import Rollout, SampledSequence
 
 Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
 """How right a reply is, from 0 to 1, given the row that was asked."""
@@ -25,6 +29,14 @@ Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
 
 class Evaluator(Protocol):
     async def __call__(self, sampling_client: SamplingClient, /) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class SamplingEvaluator(Evaluator, Protocol):
+    """One that can tell what it sampled, for people to read."""
+
+    def take_samples(self) -> list[Callable[[], Sequence[Rollout]]]:
+        """Return the samples of the last evaluation, a function for those of each row, and forget them."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -62,30 +74,65 @@ def accuracy(
     if any(each > num_samples for each in k):
         raise InvalidInput(f"k is {list(k)} with num_samples {num_samples}; at most that many is accepted")
 
-    async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
-        room = asyncio.Semaphore(concurrency)
+    params = partial(SamplingParams, max_tokens=max_tokens, temperature=temperature, stop=renderer.get_stop_sequences())
+    return _Accuracy(rows, renderer, grade, ask, params, num_samples, tuple(k), concurrency, seed, name)
 
-        async def grades_of(index: int, row: Any) -> list[float]:
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                stop=renderer.get_stop_sequences(),
-                seed=derive_seed(seed, index),
-            )
-            prompt = renderer.build_generation_prompt(ask(row))
+
+@dataclass
+class _Accuracy:
+    """What ``accuracy`` returns: an evaluator that remembers what it sampled."""
+
+    rows: Sequence[Any]
+    renderer: Renderer
+    grade: Grader
+    ask: Callable[[Any], Sequence[Message]]
+    params: Callable[..., SamplingParams]
+    num_samples: int
+    k: tuple[int, ...]
+    concurrency: int
+    seed: int
+    name: str
+    _samples: list[Callable[[], Sequence[Rollout]]] = field(default_factory=list)
+
+    async def __call__(self, sampling_client: SamplingClient, /) -> dict[str, float]:
+        room = asyncio.Semaphore(self.concurrency)
+
+        async def grades_of(index: int, row: Any) -> tuple[list[SampledSequence], list[float]]:
+            prompt = self.renderer.build_generation_prompt(self.ask(row))
+            params = self.params(seed=derive_seed(self.seed, index))
             async with room:
-                response = await sampling_client.sample_async(prompt, num_samples, params)
-            replies = [text_of(renderer.parse_response(one.tokens)[0]) for one in response.sequences]
-            return [await _graded(grade, reply, row) for reply in replies]
+                response = await sampling_client.sample_async(prompt, self.num_samples, params)
+            replies = [text_of(self.renderer.parse_response(one.tokens)[0]) for one in response.sequences]
+            return response.sequences, [await _graded(self.grade, reply, row) for reply in replies]
 
-        grades = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(rows)))
-        metrics = {f"{name}/accuracy": float(np.mean(grades))}
-        for each in k:
-            chances = [pass_at_k(num_samples, sum(one >= 0.5 for one in found), each) for found in grades]
-            metrics[f"{name}/pass@{each}"] = float(np.mean(chances))
+        found = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(self.rows)))
+        self._samples = [partial(self._rollouts, index, *one) for index, one in enumerate(found)]
+        grades = [given for _, given in found]
+        metrics = {f"{self.name}/accuracy": float(np.mean(grades))}
+        for each in self.k:
+            chances = [pass_at_k(self.num_samples, sum(one >= 0.5 for one in given), each) for given in grades]
+            metrics[f"{self.name}/pass@{each}"] = float(np.mean(chances))
         return metrics
 
-    return evaluate
+    def take_samples(self) -> list[Callable[[], Sequence[Rollout]]]:
+        taken, self._samples = self._samples, []
+        return taken
+
+    def _rollouts(self, index: int, sequences: list[SampledSequence], grades: list[float]) -> list[Rollout]:
+        asked = [message_turn(message) for message in self.ask(self.rows[index])]
+        return [
+            Rollout(
+                step=0,
+                kind="sample",
+                split=label(self.name),
+                group=str(index),
+                number=number,
+                turns=[*asked, sampled_turn(self.renderer.tokenizer, one.tokens, one.logprobs)],
+                reward=finite(grade),
+                stop_reason=one.stop_reason,
+            )
+            for number, (one, grade) in enumerate(zip(sequences, grades, strict=True))
+        ]
 
 
 async def _graded(grade: Grader, reply: str, row: Any) -> float:
@@ -119,9 +166,15 @@ async def target_logprobs(sampling_client: SamplingClient, datum: Datum) -> list
 
 def together(*evaluators: Evaluator) -> Evaluator:
     """One evaluator of several, which run concurrently; a metric that two of them give is refused."""
+    return _Together(evaluators)
 
-    async def evaluate(sampling_client: SamplingClient, /) -> dict[str, float]:
-        found: Sequence[Mapping[str, float]] = await asyncio.gather(*(run(sampling_client) for run in evaluators))
+
+@dataclass(frozen=True)
+class _Together:
+    evaluators: Sequence[Evaluator]
+
+    async def __call__(self, sampling_client: SamplingClient, /) -> dict[str, float]:
+        found: Sequence[Mapping[str, float]] = await asyncio.gather(*(run(sampling_client) for run in self.evaluators))
         metrics: dict[str, float] = {}
         for part in found:
             if twice := metrics.keys() & part.keys():
@@ -129,4 +182,6 @@ def together(*evaluators: Evaluator) -> Evaluator:
             metrics |= part
         return metrics
 
-    return evaluate
+    def take_samples(self) -> list[Callable[[], Sequence[Rollout]]]:
+        able = [one for one in self.evaluators if isinstance(one, SamplingEvaluator)]
+        return [make for evaluator in able for make in evaluator.take_samples()]

@@ -7,15 +7,17 @@ evaluated and saved, and 0 does so at the end only.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from lorimer import SamplingClient, ServiceClient, TrainingClient, types
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
-from lorimer.cookbook.evaluation import Evaluator
+from lorimer.cookbook.evaluation import Evaluator, SamplingEvaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
+from lorimer.cookbook.rollout_log import RolloutLog, check_options
 from lorimer.cookbook.run_identity import reported_end, run_options
 from lorimer.cookbook.schedules import Schedule, learning_rate
 from lorimer.cookbook.service import open_service
@@ -68,6 +70,13 @@ class LoopConfig(ABC):
     keep: int | None = 1
     """How many checkpoints stay on the server; ``None`` keeps all."""
     sinks: Sequence[str] = DEFAULT_SINKS
+    rollout_fraction: float = 1.0
+    """Of the groups that a step samples, and of the rows of an evaluation, which the server keeps for people to read.
+
+    0 sends none, and so does a log without the sink ``server``.
+    """
+    rollout_bytes: int = 1_000_000
+    """The most that is sent of a step, as JSON; what is beyond is left out."""
     notes: dict[str, Any] = field(default_factory=dict)
     """More of what must not change when the run is resumed: what the dataset was made from."""
     name: str | None = None
@@ -75,13 +84,16 @@ class LoopConfig(ABC):
     tags: Sequence[str] = ()
     """Of the run on the server."""
 
-    MAY_CHANGE: ClassVar[str] = "log_dir base_url dataset evaluators sinks save_every keep notes name tags"
+    MAY_CHANGE: ClassVar[str] = (
+        "log_dir base_url dataset evaluators sinks save_every keep notes name tags rollout_fraction rollout_bytes"
+    )
     """Names of settings that a resumed run may have otherwise; they are not part of ``config.json``."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "max_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name} is {value}; 1 or more is accepted")
+        check_options(self.rollout_fraction, self.rollout_bytes)
         if self.optimizer not in OPTIMIZERS:
             raise InvalidInput(f"optimizer is {self.optimizer!r}; accepted are {', '.join(OPTIMIZERS)}")
         make_params(self.optimizer, learning_rate=0.0, **self.step_fields())  # refuses unknown fields
@@ -141,6 +153,7 @@ class Training:
     log: MetricLog
     total: int
     """How many steps the run has at its end."""
+    rollouts: RolloutLog
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether the weights before this step, or at the end, are evaluated."""
@@ -152,9 +165,12 @@ class Training:
         every = self.cadence.save_every
         return every > 0 and 0 < step < self.total and step % every == 0
 
-    async def run_evaluators(self, sampling_client: SamplingClient) -> dict[str, float]:
-        """Return the metrics of all evaluators, which run concurrently."""
+    async def run_evaluators(self, sampling_client: SamplingClient, step: int) -> dict[str, float]:
+        """Return the metrics of all evaluators, which run concurrently; what they sampled is logged with the step."""
         found = await asyncio.gather(*(evaluate(sampling_client) for evaluate in self.cadence.evaluators))
+        for number, evaluate in enumerate(self.cadence.evaluators):
+            if isinstance(evaluate, SamplingEvaluator):
+                self.rollouts.log(step, evaluate.take_samples(), f"evaluator {number}")
         return {name: value for metrics in found for name, value in metrics.items()}
 
 
@@ -203,9 +219,33 @@ async def run_loop(config: LoopConfig, steps: Steps, service: ServiceClient | No
             )
             async with reported_end(client):
                 log.follow(client)
-                last = await steps(Training(config, service, client, checkpoints, log, config.num_steps), start)
+                with open_rollouts(config, client) as rollouts:
+                    training = Training(config, service, client, checkpoints, log, config.num_steps, rollouts)
+                    last = await steps(training, start)
     lines = read_metrics(config.log_dir)[-2:]
     return Result(last, {name: value for line in lines for name, value in line.items()})
+
+
+class _SentRollouts(Protocol):
+    @property
+    def sinks(self) -> Sequence[str]: ...
+    @property
+    def rollout_fraction(self) -> float: ...
+    @property
+    def rollout_bytes(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@contextmanager
+def open_rollouts(config: _SentRollouts, client: TrainingClient) -> Iterator[RolloutLog]:
+    """Yield where the rollouts of a loop go; what still waits at the end is sent, for a few seconds at most."""
+    fraction = config.rollout_fraction if "server" in config.sinks else 0.0
+    rollouts = RolloutLog(client, fraction, config.rollout_bytes, config.seed)
+    try:
+        yield rollouts
+    finally:
+        rollouts.close()
 
 
 def optim_metrics(response: types.OptimStepResponse) -> dict[str, float]:

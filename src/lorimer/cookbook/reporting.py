@@ -7,9 +7,11 @@ are too many, and what cannot be reported is spoken of once.
 import asyncio
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from typing import Generic, TypeVar
 
 from lorimer.client.metrics import metric_point
 from lorimer.client.retries import is_transient
@@ -18,6 +20,8 @@ from lorimer.cookbook.logs import Metrics
 from lorimer.types.metrics import MAX_NAME_CHARS, MetricPoint
 
 log = logging.getLogger("lorimer.cookbook")
+
+Item = TypeVar("Item")
 
 MAX_POINTS = 1000
 """Steps that wait to be reported."""
@@ -30,39 +34,44 @@ PATIENCE_SECONDS = 20.0
 CLOSE_SECONDS = 5.0
 
 
-class ServerSink:
-    """``total_steps`` bounds the reported progress: a last evaluation is logged under the step after the last."""
+class Reporter(ABC, Generic[Item]):
+    """Sends what is put into it on the loop of the SDK, in order, and gives up rather than disturb its caller."""
 
-    def __init__(self, total_steps: int | None = None) -> None:
-        self._total_steps = total_steps
+    what: str
+    """That it reports, for its warning."""
+    fallback = ""
+    """Said after the reason of the warning."""
+
+    def __init__(self, max_waiting: int) -> None:
         self._client: TrainingClient | None = None
-        """None while no run is known, and when its server takes no metrics."""
-        self._waiting: deque[MetricPoint] = deque(maxlen=MAX_POINTS)
+        """None while no run is known, and when its server takes nothing."""
+        self._waiting: deque[Item] = deque(maxlen=max_waiting)
         self._lock = threading.Lock()
         self._is_sending = self._is_closing = self._has_warned = False
         self._work: Future[None] | None = None
 
+    @abstractmethod
+    async def _deliver(self, client: TrainingClient, items: list[Item]) -> None: ...
+
     def follow(self, client: TrainingClient) -> None:
         self._client = client
 
-    def log(self, metrics: Metrics, step: int) -> None:
+    def _put(self, item: Item) -> None:
         if (client := self._client) is None:
             return
-        numbers = {_accepted(name): value for name, value in metrics.items() if not isinstance(value, str)}
-        point = metric_point(numbers, step)
         with self._lock:
-            if len(self._waiting) == MAX_POINTS:
+            if len(self._waiting) == self._waiting.maxlen:
                 self._warn("it is slow to take them, and the oldest are dropped")
-            self._waiting.append(point)
+            self._waiting.append(item)
             if not self._is_sending:
                 self._is_sending = True
                 self._work = client.holder.connection.run(self._send_all(client)).future()
 
     async def _send_all(self, client: TrainingClient) -> None:
         """On the loop of the SDK, until nothing waits."""
-        while points := self._take():
+        while items := self._take():
             try:
-                await client.reports.send(points, PATIENCE_SECONDS, self._steps_done(points))
+                await self._deliver(client, items)
             except Exception as error:
                 self._warn(str(error))
                 if not is_transient(error):
@@ -72,23 +81,23 @@ class ServerSink:
                 if not self._is_closing:
                     await asyncio.sleep(PAUSE_SECONDS / 10)
 
-    def _steps_done(self, points: list[MetricPoint]) -> int | None:
-        done = points[-1].step + 1
-        return None if self._total_steps is None else min(done, self._total_steps)
-
-    def _take(self) -> list[MetricPoint]:
-        """The first of what waits; after none of them, the next ``log`` begins anew."""
-        points: list[MetricPoint] = []
+    def _take(self) -> list[Item]:
+        """The first of what waits; after none of them, the next ``_put`` begins anew."""
+        items: list[Item] = []
         with self._lock:
-            while self._waiting and sum(len(point.values) for point in points) < MAX_VALUES:
-                points.append(self._waiting.popleft())
-            self._is_sending = bool(points)
-        return points
+            while self._waiting and not self._is_enough(items):
+                items.append(self._waiting.popleft())
+            self._is_sending = bool(items)
+        return items
+
+    def _is_enough(self, items: list[Item]) -> bool:
+        """Whether these are one request."""
+        return bool(items)
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("metrics are not reported to the server: %s; the other logs have them", reason)
+            log.warning("%s are not reported to the server: %s%s", self.what, reason, self.fallback)
 
     def close(self) -> None:
         """Let the rest be reported, for a few seconds at most."""
@@ -97,6 +106,32 @@ class ServerSink:
             self._warn(f"it did not take the last of them within {CLOSE_SECONDS:g} s")
             self._work.cancel()
         self._client = None
+
+
+class ServerSink(Reporter[MetricPoint]):
+    """``total_steps`` bounds the reported progress: a last evaluation is logged under the step after the last."""
+
+    what = "metrics"
+    fallback = "; the other logs have them"
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        super().__init__(MAX_POINTS)
+        self._total_steps = total_steps
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._client is not None:
+            numbers = {_accepted(name): value for name, value in metrics.items() if not isinstance(value, str)}
+            self._put(metric_point(numbers, step))
+
+    async def _deliver(self, client: TrainingClient, items: list[MetricPoint]) -> None:
+        await client.reports.send(items, PATIENCE_SECONDS, self._steps_done(items))
+
+    def _is_enough(self, items: list[MetricPoint]) -> bool:
+        return sum(len(point.values) for point in items) >= MAX_VALUES
+
+    def _steps_done(self, points: list[MetricPoint]) -> int | None:
+        done = points[-1].step + 1
+        return None if self._total_steps is None else min(done, self._total_steps)
 
 
 def _accepted(name: str) -> str:

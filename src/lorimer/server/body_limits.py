@@ -15,6 +15,9 @@ _CHUNKS = 4096
 """The maximum number of lists and objects in a prompt or a chat."""
 _TARGETS = 2**24
 """The maximum number of cells in ``target_prompt_logprobs``."""
+_ROLLOUTS_BYTES = 16 * MIB
+_ROLLOUTS_CONTAINERS = 2**17
+"""The maximum number of turns, calls and lists of tokens in one report of rollouts."""
 _METRIC_BYTES = 256
 """The estimated size of a metric value with its name."""
 
@@ -60,6 +63,13 @@ def metrics_limits(settings: Settings) -> BodyLimits:
         settings.max_json_depth, 6 * max_values + 100, 2 * max_values + 100, "max_metric_values_per_request"
     )
     return _capped_limits(settings, max(MIB, _METRIC_BYTES * max_values), "max_metric_values_per_request", json)
+
+
+def rollout_limits(settings: Settings) -> BodyLimits:
+    """Return the limits of turns with their tokens; a number and its comma take two bytes or more."""
+    max_bytes = max(_ROLLOUTS_BYTES, settings.max_rollout_bytes)
+    json = JsonLimits(settings.max_json_depth, max_bytes // 2, _ROLLOUTS_CONTAINERS, "max_rollout_bytes")
+    return _capped_limits(settings, max_bytes, "max_rollout_bytes", json)
 
 
 def training_body_limits(settings: Settings) -> BodyLimits:

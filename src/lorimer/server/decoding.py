@@ -15,16 +15,18 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from lorimer import errors, types
 from lorimer.errors import InvalidField, InvalidInput, InvalidJson, LorimerError, TooLarge
 from lorimer.scheduler.translate import encoded_sample, encoded_training
-from lorimer.server.body_limits import metrics_limits, sample_limits, small_limits, training_limits
-from lorimer.server.data_checks import check_metrics, check_sample, check_training, has_images, with_bytes
+from lorimer.server.body_limits import metrics_limits, rollout_limits, sample_limits, small_limits, training_limits
+from lorimer.server.data_checks import check_count, check_metrics, check_sample, check_training, has_images, with_bytes
 from lorimer.server.redaction import clean_events
 from lorimer.server.settings import Settings
 from lorimer.store.metrics import EncodedReport, Report, encode_reports
+from lorimer.store.rollouts import EncodedRollout, encode
 from lorimer.types.base import MAX_ERRORS, shown_input
 from lorimer.types.encoding import InvalidTrainingRequest, TooLargeTrainingRequest, decode_training_request
 from lorimer.types.json_bounds import JsonLimits, check_json, refuse_doubled_keys
 from lorimer.types.metrics import ReportMetricsRequest
 from lorimer.types.model_input import EncodedTextChunk, ImageChunk, ImageFormat, ModelInput
+from lorimer.types.rollouts import LogRolloutsRequest
 from lorimer.types.tensors import DTYPES, TensorData, TensorDtype
 
 Model = TypeVar("Model")
@@ -51,6 +53,10 @@ class DecodeMetrics(Task, frozen=True):
     pass
 
 
+class DecodeRollouts(Task, frozen=True):
+    pass
+
+
 class CheckJson(Task, frozen=True):
     """Validate that the body is JSON within limits. The caller parses it again."""
 
@@ -60,7 +66,7 @@ class CheckJson(Task, frozen=True):
     setting: str
 
 
-AnyTask = DecodeTraining | DecodeSample | DecodeTelemetry | DecodeMetrics | CheckJson
+AnyTask = DecodeTraining | DecodeSample | DecodeTelemetry | DecodeMetrics | DecodeRollouts | CheckJson
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -145,11 +151,15 @@ class MetricsHead(msgspec.Struct, frozen=True):
     steps_done: int | None = None
 
 
+class RolloutsHead(msgspec.Struct, frozen=True):
+    rollouts: list[EncodedRollout]
+
+
 class NoHead(msgspec.Struct, frozen=True):
     pass
 
 
-Head = TrainingHead | SampleHead | TelemetryHead | MetricsHead | NoHead
+Head = TrainingHead | SampleHead | TelemetryHead | MetricsHead | RolloutsHead | NoHead
 
 
 def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes]:
@@ -163,6 +173,8 @@ def perform(task: AnyTask, body: bytes, settings: Settings) -> tuple[Head, bytes
             return decode_telemetry(body, settings), b""
         case DecodeMetrics():
             return decode_metrics(body, settings), b""
+        case DecodeRollouts():
+            return decode_rollouts(body, settings), b""
         case CheckJson():
             body = body or b"{}"
             parse_json(body, JsonLimits(task.depth, task.values, task.containers, task.setting))
@@ -352,3 +364,17 @@ def decode_metrics(body: bytes, settings: Settings) -> MetricsHead:
         for point in request.points
     )
     return MetricsHead(*encode_reports(reports), request.steps_done)
+
+
+# ── rollouts ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode_rollouts(body: bytes, settings: Settings) -> RolloutsHead:
+    request = validate(parse_json(body or b"{}", rollout_limits(settings).json), LogRolloutsRequest)
+    max_rollouts = settings.max_rollouts_per_request
+    check_count("the number of rollouts", len(request.rollouts), max_rollouts, "max_rollouts_per_request")
+    encoded = [encode(rollout) for rollout in request.rollouts]
+    for index, one in enumerate(encoded):
+        what = f"the size of rollouts[{index}] in bytes"
+        check_count(what, one.content_bytes, settings.max_rollout_bytes, "max_rollout_bytes")
+    return RolloutsHead(encoded)

@@ -218,6 +218,8 @@ class Settings(SchedulerLimits):
     max_stop_chars: Annotated[int, Setting("Longest stop sequence, in characters or tokens.", 1)] = 1024
     max_custom_loss_bytes: Annotated[int, Setting("Largest graph of a custom loss, as sent.", KIB)] = MIB
     max_metric_values_per_request: Annotated[int, Setting("Most values of one report of a run's metrics.", 1)] = 10_000
+    max_rollouts_per_request: Annotated[int, Setting("Most rollouts of one report.", 1)] = 256
+    max_rollout_bytes: Annotated[int, Setting("Most bytes of one rollout, as JSON.", KIB)] = MIB
     max_telemetry_events: Annotated[int, Setting("Most telemetry events of one request.", 1)] = 1000
     compress_bytes: Annotated[int, Setting("Answers of at least this size are compressed for clients that ask.", 1)] = (
         16 * KIB
@@ -230,6 +232,15 @@ class Settings(SchedulerLimits):
     max_runs_per_session: int = SchedulerLimits.max_runs_per_session
     max_metric_names_per_run: Annotated[int, Setting("Most metrics that clients report to one run.", 1)] = 1000
     max_metric_values_per_run: Annotated[int, Setting("Most values of those, over all steps.", 1)] = 5_000_000
+    max_rollouts_per_run: Annotated[
+        int,
+        Setting(
+            "Most rollouts kept of one run; beyond them the newest steps stay whole and older ones are thinned.", 1
+        ),
+    ] = 10_000
+    max_rollout_bytes_per_run: Annotated[
+        int, Setting("Most bytes of those, as they are stored; beyond them older steps are thinned too.", KIB)
+    ] = 256 * MIB
     max_stored_bytes: int = SchedulerLimits.max_stored_bytes
     requests_per_second: Annotated[
         float,

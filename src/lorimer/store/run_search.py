@@ -4,8 +4,6 @@ A query is words, which all occur in a run's text, and conditions such as ``stat
 min.test/nll<0.3``. The names on their left are those by which a list is sorted and grouped.
 """
 
-import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +27,7 @@ from sqlalchemy.sql.functions import GenericFunction
 from sqlalchemy.types import Double
 
 from lorimer.errors import InvalidInput
+from lorimer.store.conditions import Condition, as_number, compare, parse, required_number
 from lorimer.store.tables import run_fields, run_metrics, run_tags, runs, sessions, tracked_runs
 from lorimer.store.tracking import COLUMNS, TrackedRun
 
@@ -36,16 +35,6 @@ MAX_GROUPS = 1000
 NUM_SAMPLED = 1000
 """Names of fields are collected from so many of the newest runs."""
 
-_TOKEN = re.compile(r'(?:[^\s"]|"[^"]*")+')
-_CONDITION = re.compile(r"([^=<>!]+)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
-_COMPARE = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 _STATUSES = ("running", "finished", "failed", "interrupted")
 _PLAIN = ("name", "status", "base_model", "session", "project", "created", "last_request", "duration", "steps", "tag")
 _METRIC_PARTS = ("last", "min", "max")
@@ -160,38 +149,32 @@ def _where(scope: Scope) -> ColumnElement[bool]:
     terms = [tracked_runs.c.user_id == scope.user_id]
     if scope.is_archived is not None:
         terms.append(tracked_runs.c.is_archived == scope.is_archived)
-    for token in _TOKEN.findall(scope.query):
-        found = _CONDITION.fullmatch(token)
-        if found is None:
-            terms.append(tracked_runs.c.search.contains(_unquoted(token).casefold(), autoescape=True))
+    for term in parse(scope.query):
+        if isinstance(term, Condition):
+            terms.append(_condition(term, scope.silent_before))
         else:
-            terms.append(_condition(_unquoted(found[1]), found[2], _unquoted(found[3]), scope.silent_before))
+            terms.append(tracked_runs.c.search.contains(term.casefold(), autoescape=True))
     return and_(*terms)
 
 
-def _unquoted(text: str) -> str:
-    return text.replace('"', "")
-
-
-def _condition(name: str, sign: str, value: str, silent_before: datetime) -> ColumnElement[bool]:
+def _condition(term: Condition, silent_before: datetime) -> ColumnElement[bool]:
+    name, sign, value = term.name, term.sign, term.value
     kind, rest = _split(name)
     if kind == "tag":
         return _has_tag(sign, value)
     if kind == "config":
-        number = _as_number(value)
+        number = as_number(value)
         column = _config(rest, "text" if number is None else "number")
-        return _compare(column, sign, value if number is None else number, value == "")
+        return compare(column, sign, value if number is None else number, value == "")
     if kind in _METRIC_PARTS or kind in ("duration", "steps"):
         column = _metric(kind, rest) if rest else _plain(kind, silent_before)
-        number = _as_number(value)
-        if number is None and value:
-            raise InvalidInput(f"{name} is compared with {value[:80]!r}; a number is accepted")
-        return _compare(column, sign, number, value == "")
+        number = required_number(term)
+        return compare(column, sign, number, value == "")
     if kind in ("created", "last_request"):
-        return _compare(_plain(kind, silent_before), sign, _as_moment(name, value), False)
+        return compare(_plain(kind, silent_before), sign, _as_moment(name, value), False)
     if kind == "status" and value not in _STATUSES:
         raise InvalidInput(f"status is compared with {value[:80]!r}; accepted are {', '.join(_STATUSES)}")
-    return _compare(_plain(kind, silent_before), sign, value, value == "")
+    return compare(_plain(kind, silent_before), sign, value, value == "")
 
 
 def _has_tag(sign: str, value: str) -> ColumnElement[bool]:
@@ -200,24 +183,6 @@ def _has_tag(sign: str, value: str) -> ColumnElement[bool]:
         raise InvalidInput(f"tag is compared with {sign!r}; = and != are accepted")
     found = exists().where(here & (run_tags.c.tag == value)) if value else not_(exists().where(here))
     return found if sign == "=" else not_(found)
-
-
-def _compare(column: ColumnElement[Any], sign: str, value: Any, is_absent: bool) -> ColumnElement[bool]:
-    """Compare, or with an empty value ask whether there is none."""
-    if is_absent and sign == "=":
-        return column.is_(None)
-    if is_absent and sign == "!=":
-        return column.is_not(None)
-    compared: ColumnElement[bool] = _COMPARE[sign](column, value)
-    return compared
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if number - number == 0 else None  # neither NaN nor infinite
 
 
 def _as_moment(name: str, text: str) -> Any:
@@ -325,7 +290,7 @@ def _shown(name: str, value: Any) -> float | str | None:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, str) and name.startswith("config."):
-        number = _as_number(value)
+        number = as_number(value)
         return value if number is None else number
     return value  # type: ignore[no-any-return]
 

@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0009"
+SCHEMA_VERSION = "0010"
 """The newest revision in `migrations/versions`."""
 
 
@@ -433,6 +433,49 @@ metric_totals = Table(
     metadata,
     Column("model_id", Text, ForeignKey("runs.model_id", ondelete="CASCADE"), primary_key=True),
     Column("num_values", BigInteger, nullable=False),
+)
+
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("rollout_id", _NUMBER, primary_key=True, autoincrement=True),
+    Column("run_id", Text, ForeignKey("tracked_runs.run_id", ondelete="CASCADE"), nullable=False),
+    _text("model_id"),
+    _text("kind"),
+    _text("split"),
+    Column("step", BigInteger, nullable=False),
+    _text("group_name"),
+    Column("number", BigInteger, nullable=False),
+    Column("reward", Double, nullable=True),
+    Column("advantage", Double, nullable=True),
+    Column("num_tokens", BigInteger, nullable=True),
+    Column("num_turns", BigInteger, nullable=False),
+    _text("stop_reason", null=True),
+    Column("has_errors", Boolean, nullable=False),
+    _text("tags"),
+    _text("prompt_key"),
+    _text("prompt"),
+    _text("answer"),
+    Column("content_bytes", BigInteger, nullable=False),
+    Column("stored_bytes", BigInteger, nullable=False),
+    _time("created_at"),
+    UniqueConstraint("run_id", "step", "kind", "split", "group_name", "number"),
+    *(Index(None, "run_id", key, "rollout_id") for key in ("step", "reward", "num_tokens")),
+    Index(None, "run_id", "prompt_key", "step"),
+    sqlite_autoincrement=True,  # an address of the console names an id, so ids must never be reused
+)
+
+rollout_texts = Table(
+    "rollout_texts",
+    metadata,
+    Column(
+        "rollout_id",
+        _NUMBER,
+        ForeignKey("rollouts.rollout_id", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    _text("text"),
 )
 
 usage = Table(

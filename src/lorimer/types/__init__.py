@@ -133,6 +133,7 @@ from lorimer.types.paths import (
     console_url,
     parse_path,
 )
+from lorimer.types.rollouts import Rollout, RolloutToolCall, RolloutTurn
 from lorimer.types.runs import RunIdentity
 from lorimer.types.sampling import (
     CreateSamplingSessionRequest,
@@ -336,6 +337,9 @@ __all__ = [
     "RequestErrorCategory",
     "RequestFailedResponse",
     "RequestID",
+    "Rollout",
+    "RolloutToolCall",
+    "RolloutTurn",
     "RunIdentity",
     "SampleRequest",
     "SampleResponse",

@@ -8,6 +8,7 @@ const PAGES = [
   { path: "", module: "overview" },
   { path: "runs", module: "runs" },
   { path: "runs/:run", module: "run" },
+  { path: "runs/:run/rollouts", module: "rollouts" },
   { path: "training_runs/:run", module: "run" }, // URLs of the SDK
   { path: "playground", module: "playground" },
   { path: "checkpoints", module: "checkpoints" },
@@ -196,7 +197,7 @@ function drawNavigation() {
 }
 
 function markNavigation(module) {
-  const shown = module === "run" ? "runs" : module;
+  const shown = ["run", "rollouts"].includes(module) ? "runs" : module;
   for (const link of document.querySelectorAll("#nav a")) {
     if (link.dataset.module === shown) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

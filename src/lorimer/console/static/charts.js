@@ -16,6 +16,7 @@ const X_SPACE = 56; // pixels between two labels
 const Y_SPACE = 32;
 const Y_SIZE = 54; // pixels for the labels of the axis
 const CHAR_WIDTH = 6.5;
+const DOUBLE_CLICK_MS = 300;
 
 /** Return the colour of the nth run as a CSS variable. */
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
@@ -171,9 +172,24 @@ export class MetricChart {
         setCursor: [(plot) => this.showValues(plot.cursor.idx)],
         setSelect: [(plot) => this.zoom(plot)],
         draw: [(plot) => this.markGaps(plot)],
-        ready: [(plot) => plot.over.addEventListener("dblclick", () => this.onZoom(null))],
+        ready: [(plot) => this.listen(plot)],
       },
     };
+  }
+
+  /** A double click shows all steps again; a single click, unless it ends a drag, dispatches its step. */
+  listen(plot) {
+    let begun = null;
+    let waiting = null;
+    plot.over.addEventListener("dblclick", () => (clearTimeout(waiting), this.onZoom(null)));
+    plot.over.addEventListener("pointerdown", (event) => (begun = event.clientX));
+    plot.over.addEventListener("click", (event) => {
+      clearTimeout(waiting);
+      const step = plot.data[0][plot.cursor.idx];
+      if (this.options.axis !== "step" || step === undefined || Math.abs(event.clientX - begun) > 3) return;
+      const picked = new CustomEvent("lorimer:step", { detail: step, bubbles: true });
+      waiting = setTimeout(() => this.element.dispatchEvent(picked), DOUBLE_CLICK_MS);
+    });
   }
 
   zoom(plot) {

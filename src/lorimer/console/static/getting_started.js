@@ -19,4 +19,7 @@ export TINKER_API_KEY=tml-...`;
 export const saveProgram = () => `training.save_state("step-60").result()                # to go on training from
 training.save_weights_for_sampler("step-60").result()  # to sample from`;
 
+export const rolloutsProgram = () => `turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+training.log_rollouts([{"turns": turns, "reward": 1.0, "group": "sums"}], step=1)`;
+
 export const metricsProgram = () => `training.log_metrics({"reward": 0.5}, step=1)`;

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lorimer.cookbook.completers import StopCondition, TokensWithLogprobs
-from lorimer.types import ModelInput
+from lorimer.types import ModelInput, RolloutToolCall
 
 Action: TypeAlias = list[int]
 Observation: TypeAlias = ModelInput
@@ -33,7 +33,9 @@ class StepResult:
     metrics: Metrics = field(default_factory=dict)
     """Numbers that are averaged over all steps which have them."""
     logs: Logs = field(default_factory=dict)
-    """What a person wants to see beside the transcript; goes to ``rollouts.jsonl``."""
+    """What a person wants to see beside the transcript; goes to ``rollouts.jsonl`` and to the server."""
+    tool_calls: list[RolloutToolCall] = field(default_factory=list)
+    """The tools that the action called, with what they answered; for the transcript."""
 
 
 class Env(ABC):
@@ -56,6 +58,10 @@ class Transition:
     episode_done: bool
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
+    tool_calls: list[RolloutToolCall] = field(default_factory=list)
+    sampling_seconds: float | None = None
+    """None for a first turn that a group sampled together."""
+    environment_seconds: float | None = None
 
 
 @dataclass(frozen=True)

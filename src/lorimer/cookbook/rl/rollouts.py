@@ -6,6 +6,7 @@ the turn. An episode that raises is left out of its group and counted; what to d
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -69,12 +70,24 @@ async def do_single_rollout(
         room = None if max_trajectory_tokens is None else max_trajectory_tokens - observation.length
         if room is not None and room <= 0:
             return Trajectory(transitions, observation, "max_tokens")
+        begun = time.monotonic()
         action = first_action or await complete(observation, stop, max_tokens=room)
-        first_action = None
+        sampled = time.monotonic()
         result = await env.step(action.tokens)
         transitions.append(
-            Transition(observation, action, result.reward, result.episode_done, result.metrics, result.logs)
+            Transition(
+                observation,
+                action,
+                result.reward,
+                result.episode_done,
+                result.metrics,
+                result.logs,
+                result.tool_calls,
+                None if first_action else sampled - begun,
+                time.monotonic() - sampled,
+            )
         )
+        first_action = None
         observation, stop = result.next_observation, result.next_stop_condition
         if result.episode_done:
             return Trajectory(transitions, observation)

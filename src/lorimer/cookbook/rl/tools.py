@@ -6,6 +6,7 @@ tool, wrong arguments included, is told to the model, which may try again; it ne
 
 import asyncio
 import inspect
+import json
 import types
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from lorimer.cookbook.completers import StopCondition
 from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.rl.envs import Action, Env, Metrics, Observation, StepResult
 from lorimer.errors import InvalidInput
-from lorimer.types import ModelInput
+from lorimer.types import ModelInput, RolloutToolCall
 
 ParseCalls = Callable[[Message], list[ToolCall]]
 Reward = Callable[[list[Message]], float | Awaitable[float]]
@@ -146,27 +147,39 @@ class ToolEnv(Env):
         self._num_turns += 1
         is_malformed = termination is Termination.MALFORMED
         answers = [] if is_malformed else await self._answer_calls(message)
-        self.messages += [answer for answer, _ in answers]
+        self.messages += [answer for answer, _, _ in answers]
+        calls = [call for _, _, call in answers]
         metrics: Metrics = {"malformed": float(is_malformed), "tool_calls": len(answers), "tool_error": 0}
-        for _, result in answers:
+        for _, result, _ in answers:
             metrics |= result.metrics
-        is_over = not answers or self._num_turns >= self.max_turns or any(result.should_stop for _, result in answers)
+        is_over = (
+            not answers or self._num_turns >= self.max_turns or any(result.should_stop for _, result, _ in answers)
+        )
         if not is_over:
             observation, stop = self._observation()
-            return StepResult(0.0, False, observation, stop, metrics)
+            return StepResult(0.0, False, observation, stop, metrics, tool_calls=calls)
         rewarded = self.reward(self.messages)
         reward = float(await rewarded if inspect.isawaitable(rewarded) else rewarded)
         metrics["correct"] = reward
         reward -= self.format_coef * is_malformed
-        return StepResult(reward, True, ModelInput.empty(), self.renderer.get_stop_sequences(), metrics)
+        stop = self.renderer.get_stop_sequences()
+        return StepResult(reward, True, ModelInput.empty(), stop, metrics, tool_calls=calls)
 
-    async def _answer_calls(self, message: Message) -> list[tuple[Message, ToolResult]]:
+    async def _answer_calls(self, message: Message) -> list[tuple[Message, ToolResult, RolloutToolCall]]:
         calls = self.parse_calls(message)
         results = list(await asyncio.gather(*(self._call(call) for call in calls)))
-        answers = [(_tool_message(call, result), result) for call, result in zip(calls, results, strict=True)]
+        answers = [
+            (
+                _tool_message(call, result),
+                result,
+                _called(call["function"]["name"], call["function"]["arguments"], result),
+            )
+            for call, result in zip(calls, results, strict=True)
+        ]
         for unparsed in message.get("unparsed_tool_calls", []):
             result = _error(f"this is no call: {unparsed['error']}")
-            answers.append(({"role": "tool", "content": result.content}, result))
+            told: Message = {"role": "tool", "content": result.content}
+            answers.append((told, result, _called("", unparsed["text"], result)))
         return answers
 
     async def _call(self, call: ToolCall) -> ToolResult:
@@ -177,6 +190,18 @@ class ToolEnv(Env):
             return await self.tools[name](call_arguments(call))
         except InvalidInput as error:
             return _error(str(error))
+
+
+def _called(name: str, arguments: Any, result: ToolResult) -> RolloutToolCall:
+    """Return a call with its answer, for the transcript."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    is_error = bool(result.metrics.get("tool_error"))
+    return RolloutToolCall(
+        name=name,
+        arguments=text,
+        result=None if is_error else result.content,
+        error=result.content if is_error else None,
+    )
 
 
 def _tool_message(call: ToolCall, result: ToolResult) -> Message:

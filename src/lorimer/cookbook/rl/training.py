@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,12 +18,15 @@ from lorimer import SamplingClient, ServiceClient, TrainingClient
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
 from lorimer.cookbook.evaluation import Evaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, JsonlSink, open_log
-from lorimer.cookbook.loops import Training
+from lorimer.cookbook.loops import Training, open_rollouts
 from lorimer.cookbook.renderers import Renderer, get_renderer
+from lorimer.cookbook.rl.advantages import group_advantages
 from lorimer.cookbook.rl.envs import RLDataset, TrajectoryGroup
 from lorimer.cookbook.rl.metrics import rollout_metrics, staleness_metrics
 from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout, raise_if_all_lost
+from lorimer.cookbook.rl.transcripts import group_rollouts
 from lorimer.cookbook.rl.updates import Update, UpdateConfig
+from lorimer.cookbook.rollout_log import check_options
 from lorimer.cookbook.run_identity import reported_end, run_options
 from lorimer.cookbook.service import get_tokenizer, open_service
 from lorimer.errors import InvalidInput
@@ -96,6 +100,13 @@ class Config(UpdateConfig):
     """Asked after each step, for instance ``GraderPool.take_metrics``."""
     num_groups_to_log: int = 1
     """Groups of each step whose transcripts go to ``rollouts.jsonl``."""
+    rollout_fraction: float = 1.0
+    """Of the groups of a step, and of an evaluation, which the server keeps for people to read.
+
+    0 sends none, and so does a log without the sink ``server``.
+    """
+    rollout_bytes: int = 1_000_000
+    """The most that is sent of a step, as JSON; groups beyond it are left out."""
     seed: int = 0
     sinks: Sequence[str] = DEFAULT_SINKS
     notes: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +118,7 @@ class Config(UpdateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_options(self.rollout_fraction, self.rollout_bytes)
         for name in ("num_substeps", "num_minibatches", "max_tokens", "save_every", "rank", "num_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; 1 or more is accepted")
@@ -116,9 +128,9 @@ class Config(UpdateConfig):
         free = (
             "dataset_builder evaluators extra_metrics log_dir base_url sinks keep save_every eval_every notes".split()
         )
-        free += ["eval_temperature", "num_groups_to_log", "name", "tags"] + ["num_steps"] * (
-            self.lr_schedule == "constant"
-        )
+        free += ["eval_temperature", "num_groups_to_log", "name", "tags", "rollout_fraction", "rollout_bytes"] + [
+            "num_steps"
+        ] * (self.lr_schedule == "constant")
         free += ["method"] * (self.method == "lora")  # which older runs do not have
         values = {name: value for name, value in vars(self).items() if name not in free}
         return values | {"asynchronous": self.asynchronous and asdict(self.asynchronous)} | self.notes
@@ -187,8 +199,8 @@ async def train_run(
     log = open_log(config.log_dir, config=config.recorded(), total_steps=total, resume_step=start, sinks=config.sinks)
     log.follow(client)
     transcripts = JsonlSink(Path(config.log_dir) / TRANSCRIPTS_FILE, start)
-    with log:
-        training = Training(config, service, client, checkpoints, log, total)
+    with log, open_rollouts(config, client) as rollouts:
+        training = Training(config, service, client, checkpoints, log, total, rollouts)
         run = Run(config, training, transcripts, tokenizer, dataset, test_set, reference)
         try:
             return await run.train(start)
@@ -243,8 +255,35 @@ class Run:
         """Metrics of the test set and the evaluators, where the step is one to evaluate at."""
         if not self.training.is_evaluated(step):
             return {}
-        metrics = await evaluate_on(self.test_set, policy, self.config.eval_temperature) if self.test_set else {}
-        return metrics | await self.training.run_evaluators(policy.sampling_client)
+        metrics: dict[str, float] = {}
+        if self.test_set:
+            log = partial(self.log_test, step)
+            metrics = await evaluate_on(self.test_set, policy, self.config.eval_temperature, log=log)
+        return metrics | await self.training.run_evaluators(policy.sampling_client, step)
+
+    def log_test(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Have the server keep what the policy answered to the test set."""
+        rollouts = [
+            partial(group_rollouts, group, str(index), self.tokenizer, step=step, kind="sample", split="test")
+            for index, group in enumerate(groups)
+        ]
+        self.training.rollouts.log(step, rollouts, "test")
+
+    def log_rollouts(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Have the server keep what the policy was trained on."""
+        config = self.config
+        rollouts = [
+            partial(
+                group_rollouts,
+                group,
+                str(index),
+                self.tokenizer,
+                step=step,
+                advantages=group_advantages(group.get_total_rewards(), config.baseline, config.normalise_advantages),
+            )
+            for index, group in enumerate(groups)
+        ]
+        self.training.rollouts.log(step, rollouts)
 
     def report(self, step: int, groups: Sequence[TrajectoryGroup], metrics: dict[str, float], begun: float) -> None:
         """Log a step. Metrics of rollouts come first."""
@@ -256,6 +295,7 @@ class Run:
         for extra in self.config.extra_metrics:
             metrics |= extra()
         self.training.log.log(first | metrics | speed | found, step)
+        self.log_rollouts(step, groups)
         for index, group in enumerate(groups[: self.config.num_groups_to_log]):
             self._write_transcripts(step, index, group)
 
@@ -325,14 +365,24 @@ def split(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
 
 
 async def evaluate_on(
-    dataset: RLDataset, policy: Policy, temperature: float = 0.0, name: str = "test"
+    dataset: RLDataset,
+    policy: Policy,
+    temperature: float = 0.0,
+    name: str = "test",
+    *,
+    log: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> dict[str, float]:
-    """The metrics of ``env/all`` over every group of a dataset, under ``name/``. Seeds do not depend on the step."""
+    """The metrics of ``env/all`` over every group of a dataset, under ``name/``. Seeds do not depend on the step.
+
+    ``log`` is called with the groups.
+    """
     policy = replace(policy, temperature=temperature)
     builders = [builder for index in range(len(dataset)) for builder in dataset.get_batch(index)]
     groups = await asyncio.gather(
         *(do_group_rollout(builder, policy.seeded(name, index)) for index, builder in enumerate(builders))
     )
     raise_if_all_lost(groups)
+    if log is not None:
+        log(groups)
     found = rollout_metrics(groups)
     return {key.replace("env/all", name): value for key, value in found.items() if key.startswith("env/all/")}

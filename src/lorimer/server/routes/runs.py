@@ -169,7 +169,7 @@ async def finish_run(request: Request) -> Response:
 
 
 async def delete_run(request: Request) -> Response:
-    """Delete a run with its checkpoints and metrics. A run that is running is refused."""
+    """Delete a run with its checkpoints, metrics and rollouts. A run that is running is refused."""
     run = await find_tracked(request)
     store = context_of(request).store
     found = await store.read(run_search.find_run, run.run_id, silent_before(request))

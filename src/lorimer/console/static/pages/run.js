@@ -6,6 +6,7 @@ import { Curves } from "../curves.js";
 import { ago, badge, button, copyButton, empty, facts, h, moment, pageHead, panel, replace, short } from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
+import { followSteps, runTabs } from "../run_tabs.js";
 import { differences, flatten, runActions, runFacts } from "../run_identity.js";
 import { operationTable, timeline } from "../timeline.js";
 import { sessionOf, statusBadge } from "./runs.js";
@@ -28,6 +29,7 @@ export async function render(root, context) {
   view.gone = () => context.navigate("/console/runs");
   if (tracked) {
     view.curves = new Curves(runId, context);
+    followSteps(view.curves.element, runId, context);
     view.curves.onRuns = (runs) => replace(view.compared, runs.length > 1 && panel("Differences", differences(runs)));
   }
   const changed = () => refresh(view);
@@ -52,6 +54,7 @@ function compose(root, view) {
   replace(
     root,
     pageHead(heading(view), view.state, view.actions, copyButton(view.runId, "Copy id")),
+    view.tracked && runTabs(view.runId, ""),
     view.tracked && panel("Run", view.identity),
     view.tracked && panel("Curves", view.curves.element),
     view.compared,
