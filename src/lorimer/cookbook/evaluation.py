@@ -18,6 +18,7 @@ from lorimer.cookbook.completers import derive_seed
 from lorimer.cookbook.datums import mean_nll
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput
+from lorimer.types.estimates import pass_at_k as pass_at_k
 
 Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
 """How right a reply is, from 0 to 1, given the row that was asked."""
@@ -25,16 +26,6 @@ Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
 
 class Evaluator(Protocol):
     async def __call__(self, sampling_client: SamplingClient, /) -> dict[str, float]: ...
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that one of ``k`` samples is right, when ``num_correct`` of ``num_samples`` were: without bias."""
-    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise InvalidInput(
-            f"pass@{k} of {num_correct} right in {num_samples} cannot be told; accepted are k from 1 to the number of "
-            "samples, and at most as many right ones as samples"
-        )
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def exact_match(field: str = "answer") -> Grader:

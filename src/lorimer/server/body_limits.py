@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lorimer.server.settings import MIB, Settings
 from lorimer.types.encoding import TrainingLimits
+from lorimer.types.evaluations import MAX_GRADES, MAX_ITEMS
 from lorimer.types.json_bounds import JsonLimits
 
 _VALUES_PER_CONTAINER = 10
@@ -17,6 +18,9 @@ _TARGETS = 2**24
 """The maximum number of cells in ``target_prompt_logprobs``."""
 _METRIC_BYTES = 256
 """The estimated size of a metric value with its name."""
+
+_EVALUATION_BYTES = 32 * MIB
+_EVALUATION_CONTAINERS = 1000
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,13 @@ def metrics_limits(settings: Settings) -> BodyLimits:
         settings.max_json_depth, 6 * max_values + 100, 2 * max_values + 100, "max_metric_values_per_request"
     )
     return _capped_limits(settings, max(MIB, _METRIC_BYTES * max_values), "max_metric_values_per_request", json)
+
+
+def evaluation_limits(settings: Settings) -> BodyLimits:
+    """Return the limits of the grades of an evaluation."""
+    values = MAX_ITEMS + MAX_GRADES + settings.max_json_values
+    json = JsonLimits(settings.max_json_depth, values, _EVALUATION_CONTAINERS, "evaluations")
+    return _capped_limits(settings, _EVALUATION_BYTES, "evaluations", json)
 
 
 def training_body_limits(settings: Settings) -> BodyLimits:
