@@ -182,7 +182,7 @@ class _Loop:
         student = await client.save_weights_and_get_sampling_client_async()
         for number in range(start, training.total):
             begun = time.monotonic()
-            evaluated = await training.run_evaluators(student) if training.is_evaluated(number) else {}
+            evaluated = await training.run_evaluators(student, number) if training.is_evaluated(number) else {}
             data = await self._sample(student, number)
             sent = [datum.to_datum("importance_sampling") for datum in data]
             fwd_bwd_future = client.forward_backward(sent, "importance_sampling")
@@ -200,7 +200,7 @@ class _Loop:
             )
             if training.is_saved(number + 1):
                 await training.checkpoints.save_async(client, number + 1)
-        if metrics := await training.run_evaluators(student):
+        if metrics := await training.run_evaluators(student, training.total):
             training.log.log(metrics, training.total)
         return await training.checkpoints.save_async(client, training.total)
 

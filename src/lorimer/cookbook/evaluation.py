@@ -67,7 +67,7 @@ def accuracy(
             async with room:
                 response = await sampling_client.sample_async(prompt, num_samples, params)
             replies = [text_of(renderer.parse_response(one.tokens)[0]) for one in response.sequences]
-            return [await _graded(grade, reply, row) for reply in replies]
+            return [await graded(grade, reply, row) for reply in replies]
 
         grades = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(rows)))
         metrics = {f"{name}/accuracy": float(np.mean(grades))}
@@ -79,7 +79,8 @@ def accuracy(
     return evaluate
 
 
-async def _graded(grade: Grader, reply: str, row: Any) -> float:
+async def graded(grade: Grader, reply: str, row: Any) -> float:
+    """Return the grade of a reply, from a function that may be asynchronous."""
     found = grade(reply, row)
     return float(await found if inspect.isawaitable(found) else found)
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from lorimer import SamplingClient, ServiceClient, TrainingClient, types
+from lorimer import RestClient, SamplingClient, ServiceClient, TrainingClient, types
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
+from lorimer.cookbook.evals.checkpoint_results import CheckpointResults
+from lorimer.cookbook.evals.running import TaskEvaluator
 from lorimer.cookbook.evaluation import Evaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
 from lorimer.cookbook.run_identity import reported_end, run_options
@@ -141,6 +143,13 @@ class Training:
     log: MetricLog
     total: int
     """How many steps the run has at its end."""
+    results: CheckpointResults = field(default_factory=CheckpointResults)
+
+    def __post_init__(self) -> None:
+        async def store_results(rest: RestClient, saved: Checkpoint) -> None:
+            await self.results.add_saved(rest, saved.step, saved.sampler_path)
+
+        self.checkpoints.on_saved = store_results
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether the weights before this step, or at the end, are evaluated."""
@@ -152,10 +161,21 @@ class Training:
         every = self.cadence.save_every
         return every > 0 and 0 < step < self.total and step % every == 0
 
-    async def run_evaluators(self, sampling_client: SamplingClient) -> dict[str, float]:
-        """Return the metrics of all evaluators, which run concurrently."""
-        found = await asyncio.gather(*(evaluate(sampling_client) for evaluate in self.cadence.evaluators))
+    async def run_evaluators(self, sampling_client: SamplingClient, step: int) -> dict[str, float]:
+        """Return the metrics of all evaluators, which run concurrently, of the weights after ``step`` steps.
+
+        Results of tasks are stored beside the checkpoint of that step, if there is one.
+        """
+        found = await asyncio.gather(*(self._run(each, sampling_client, step) for each in self.cadence.evaluators))
         return {name: value for metrics in found for name, value in metrics.items()}
+
+    async def _run(self, evaluator: Evaluator, sampling_client: SamplingClient, step: int) -> dict[str, float]:
+        if not isinstance(evaluator, TaskEvaluator):
+            return await evaluator(sampling_client)
+        measured = await evaluator.measure(sampling_client)
+        path = next((saved.sampler_path for saved in self.checkpoints.all() if saved.step == step), None)
+        await self.results.add_measured(RestClient(self.client.holder.connection), step, path, measured)
+        return evaluator.metrics(measured)
 
 
 Steps = Callable[[Training, int], Awaitable[Checkpoint]]

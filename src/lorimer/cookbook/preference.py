@@ -219,7 +219,7 @@ class _Loop:
                 begun = time.monotonic()
                 save = self._checkpoints.begin_save(self._client, number) if self._training.is_saved(number) else None
                 pairs, reference = await scored
-                evaluated = await self._evaluate() if self._training.is_evaluated(number) else {}
+                evaluated = await self._evaluate(number) if self._training.is_evaluated(number) else {}
                 loss = pairwise_loss(config.beta, reference)
                 fwd_bwd_future = await self._client.forward_backward_custom_async(_flat(pairs), loss)
                 optim_future = self._client.optim_step(config.step_params(number))
@@ -232,7 +232,7 @@ class _Loop:
             save = self._checkpoints.begin_save(self._client, total)
             if finish is not None:
                 await finish()
-            if metrics := await self._evaluate():
+            if metrics := await self._evaluate(total):
                 self._log.log(metrics, total)
             return await save()
         finally:
@@ -270,7 +270,7 @@ class _Loop:
 
         return finish
 
-    async def _evaluate(self) -> dict[str, float]:
+    async def _evaluate(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if pairs := list(self._config.test_pairs):
             data = _flat(pairs)
@@ -281,7 +281,7 @@ class _Loop:
             metrics = {f"test/{name}": value for name, value in found.items()}
         if self._config.evaluators:
             client = await self._client.save_weights_and_get_sampling_client_async()
-            metrics |= await self._training.run_evaluators(client)
+            metrics |= await self._training.run_evaluators(client, step)
         return metrics
 
 

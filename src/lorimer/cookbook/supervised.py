@@ -111,7 +111,7 @@ class _Loop:
                 if len(submitted) > self._config.submit_ahead:
                     await self._finish(submitted.popleft())
             save = self._checkpoints.begin_save(self._client, total)
-            evaluation = await self._evaluate()
+            evaluation = await self._evaluate(total)
             while submitted:
                 await self._finish(submitted.popleft())
             # Logged before the checkpoint that says the run is done.
@@ -127,7 +127,7 @@ class _Loop:
         config = self._config
         begun = time.monotonic()
         save = self._checkpoints.begin_save(self._client, number) if self._training.is_saved(number) else None
-        evaluation = await self._evaluate() if self._training.is_evaluated(number) else None
+        evaluation = await self._evaluate(number) if self._training.is_evaluated(number) else None
         first = number * config.batches_per_step
         batches = range(first, first + config.batches_per_step)
         # One call: of several, those that wait together become one pass, and its size decides how it is rounded.
@@ -156,7 +156,7 @@ class _Loop:
         self._logged = now
         self._log.log(metrics, step.number)
 
-    async def _evaluate(self) -> "asyncio.Task[dict[str, float]]":
+    async def _evaluate(self, step: int) -> "asyncio.Task[dict[str, float]]":
         """Begin to measure the weights as they are now; training goes on meanwhile."""
         test_data = list(self._config.test_data)
         output = self._client.forward(test_data, "cross_entropy") if test_data else None
@@ -171,7 +171,7 @@ class _Loop:
                 logprobs = [item["logprobs"].to_numpy() for item in (await output).loss_fn_outputs]
                 metrics["test/nll"] = mean_nll(test_data, logprobs)
             if sampler is not None:
-                metrics |= await self._training.run_evaluators(await sampler)
+                metrics |= await self._training.run_evaluators(await sampler, step)
             return metrics
 
         return self._begin(evaluate())

@@ -244,7 +244,7 @@ class Run:
         if not self.training.is_evaluated(step):
             return {}
         metrics = await evaluate_on(self.test_set, policy, self.config.eval_temperature) if self.test_set else {}
-        return metrics | await self.training.run_evaluators(policy.sampling_client)
+        return metrics | await self.training.run_evaluators(policy.sampling_client, policy.step)
 
     def report(self, step: int, groups: Sequence[TrajectoryGroup], metrics: dict[str, float], begun: float) -> None:
         """Log a step. Metrics of rollouts come first."""
