@@ -18,6 +18,7 @@ from lorimer.cli import (
     data,
     demo,
     doctor,
+    evaluate,
     export,
     key,
     model,
@@ -66,6 +67,7 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAINING)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=TRAINING)
 app.add_typer(rollouts.app, name="run", rich_help_panel=WEIGHTS)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=WEIGHTS)
+app.add_typer(evaluate.app, name="eval", rich_help_panel=WEIGHTS)
 app.add_typer(session.app, name="session", rich_help_panel=WEIGHTS)
 app.command(
     rich_help_panel=WEIGHTS,

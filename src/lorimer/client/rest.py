@@ -16,6 +16,7 @@ from lorimer import types
 from lorimer.client.admin import AdminClient
 from lorimer.client.auth import claims_of
 from lorimer.client.errors import ExperimentalWarning, TinkerError
+from lorimer.client.evaluations import EvaluationsClient
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import metrics_path, read_metrics
 from lorimer.client.rollouts import RolloutsClient
@@ -35,7 +36,7 @@ def _checkpoint_path(tinker_path: str) -> str:
     return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
 
 
-class RestClient(AdminClient, RunsClient, RolloutsClient):
+class RestClient(AdminClient, RunsClient, RolloutsClient, EvaluationsClient):
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(

@@ -45,6 +45,8 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; 1 or more, or None for all, is accepted")
         self.path = Path(directory) / FILE_NAME
         self.keep = keep
+        self.on_saved: Callable[[RestClient, Checkpoint], Awaitable[None]] | None = None
+        """Called when the server has a checkpoint, before older ones are deleted."""
 
     def all(self) -> list[Checkpoint]:
         """Those that are on the server, oldest first."""
@@ -81,7 +83,10 @@ class Checkpoints:
             paths = (await state).path, (await sampler).path
             checkpoint = Checkpoint(step=step, state_path=paths[0], sampler_path=paths[1], extra=extra or {})
             append_jsonl(self.path, asdict(checkpoint))
-            await self._delete_old(RestClient(training_client.holder.connection))
+            rest = RestClient(training_client.holder.connection)
+            if self.on_saved is not None:
+                await self.on_saved(rest, checkpoint)
+            await self._delete_old(rest)
             return checkpoint
 
         return finish

@@ -22,6 +22,7 @@ from lorimer.cookbook.renderers import Renderer
 from lorimer.cookbook.transcripts import finite, label, message_turn, sampled_turn
 from lorimer.errors import InvalidInput
 from lorimer.types import Rollout, SampledSequence
+from lorimer.types.estimates import pass_at_k as pass_at_k
 
 Grader = Callable[[str, Any], float | bool | Awaitable[float | bool]]
 """How right a reply is, from 0 to 1, given the row that was asked."""
@@ -37,16 +38,6 @@ class SamplingEvaluator(Evaluator, Protocol):
 
     def take_samples(self) -> list[Callable[[], Sequence[Rollout]]]:
         """Return the samples of the last evaluation, a function for those of each row, and forget them."""
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that one of ``k`` samples is right, when ``num_correct`` of ``num_samples`` were: without bias."""
-    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise InvalidInput(
-            f"pass@{k} of {num_correct} right in {num_samples} cannot be told; accepted are k from 1 to the number of "
-            "samples, and at most as many right ones as samples"
-        )
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def exact_match(field: str = "answer") -> Grader:
@@ -103,7 +94,7 @@ class _Accuracy:
             async with room:
                 response = await sampling_client.sample_async(prompt, self.num_samples, params)
             replies = [text_of(self.renderer.parse_response(one.tokens)[0]) for one in response.sequences]
-            return response.sequences, [await _graded(self.grade, reply, row) for reply in replies]
+            return response.sequences, [await graded(self.grade, reply, row) for reply in replies]
 
         found = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(self.rows)))
         self._samples = [partial(self._rollouts, index, *one) for index, one in enumerate(found)]
@@ -135,7 +126,8 @@ class _Accuracy:
         ]
 
 
-async def _graded(grade: Grader, reply: str, row: Any) -> float:
+async def graded(grade: Grader, reply: str, row: Any) -> float:
+    """Return the grade of a reply, from a function that may be asynchronous."""
     found = grade(reply, row)
     return float(await found if inspect.isawaitable(found) else found)
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from lorimer import SamplingClient, ServiceClient, TrainingClient, types
+from lorimer import RestClient, SamplingClient, ServiceClient, TrainingClient, types
 from lorimer.cookbook.checkpoints import Checkpoint, Checkpoints, Method, open_training_client, tell_complete
+from lorimer.cookbook.evals.checkpoint_results import CheckpointResults
+from lorimer.cookbook.evals.running import TaskEvaluator
 from lorimer.cookbook.evaluation import Evaluator, SamplingEvaluator
 from lorimer.cookbook.logs import DEFAULT_SINKS, MetricLog, open_log, read_metrics
 from lorimer.cookbook.rollout_log import RolloutLog, check_options
@@ -154,6 +156,13 @@ class Training:
     total: int
     """How many steps the run has at its end."""
     rollouts: RolloutLog
+    results: CheckpointResults = field(default_factory=CheckpointResults)
+
+    def __post_init__(self) -> None:
+        async def store_results(rest: RestClient, saved: Checkpoint) -> None:
+            await self.results.add_saved(rest, saved.step, saved.sampler_path)
+
+        self.checkpoints.on_saved = store_results
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether the weights before this step, or at the end, are evaluated."""
@@ -166,12 +175,24 @@ class Training:
         return every > 0 and 0 < step < self.total and step % every == 0
 
     async def run_evaluators(self, sampling_client: SamplingClient, step: int) -> dict[str, float]:
-        """Return the metrics of all evaluators, which run concurrently; what they sampled is logged with the step."""
-        found = await asyncio.gather(*(evaluate(sampling_client) for evaluate in self.cadence.evaluators))
+        """Return the metrics of all evaluators, which run concurrently, of the weights after ``step`` steps.
+
+        What they sampled is logged with the step. Results of tasks are stored beside the checkpoint of that step, if
+        there is one.
+        """
+        found = await asyncio.gather(*(self._run(each, sampling_client, step) for each in self.cadence.evaluators))
         for number, evaluate in enumerate(self.cadence.evaluators):
             if isinstance(evaluate, SamplingEvaluator):
                 self.rollouts.log(step, evaluate.take_samples(), f"evaluator {number}")
         return {name: value for metrics in found for name, value in metrics.items()}
+
+    async def _run(self, evaluator: Evaluator, sampling_client: SamplingClient, step: int) -> dict[str, float]:
+        if not isinstance(evaluator, TaskEvaluator):
+            return await evaluator(sampling_client)
+        measured = await evaluator.measure(sampling_client)
+        path = next((saved.sampler_path for saved in self.checkpoints.all() if saved.step == step), None)
+        await self.results.add_measured(RestClient(self.client.holder.connection), step, path, measured)
+        return evaluator.metrics(measured)
 
 
 Steps = Callable[[Training, int], Awaitable[Checkpoint]]

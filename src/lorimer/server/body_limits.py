@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lorimer.server.settings import MIB, Settings
 from lorimer.types.encoding import TrainingLimits
+from lorimer.types.evaluations import MAX_GRADES, MAX_ITEMS
 from lorimer.types.json_bounds import JsonLimits
 
 _VALUES_PER_CONTAINER = 10
@@ -20,6 +21,9 @@ _ROLLOUTS_CONTAINERS = 2**17
 """The maximum number of turns, calls and lists of tokens in one report of rollouts."""
 _METRIC_BYTES = 256
 """The estimated size of a metric value with its name."""
+
+_EVALUATION_BYTES = 32 * MIB
+_EVALUATION_CONTAINERS = 1000
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,13 @@ def rollout_limits(settings: Settings) -> BodyLimits:
     max_bytes = max(_ROLLOUTS_BYTES, settings.max_rollout_bytes)
     json = JsonLimits(settings.max_json_depth, max_bytes // 2, _ROLLOUTS_CONTAINERS, "max_rollout_bytes")
     return _capped_limits(settings, max_bytes, "max_rollout_bytes", json)
+
+
+def evaluation_limits(settings: Settings) -> BodyLimits:
+    """Return the limits of the grades of an evaluation."""
+    values = MAX_ITEMS + MAX_GRADES + settings.max_json_values
+    json = JsonLimits(settings.max_json_depth, values, _EVALUATION_CONTAINERS, "evaluations")
+    return _capped_limits(settings, _EVALUATION_BYTES, "evaluations", json)
 
 
 def training_body_limits(settings: Settings) -> BodyLimits:

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, func, or_, select
 from sqlalchemy import delete as delete_rows
 
 from lorimer.errors import InvalidInput
+from lorimer.store import evaluations
 from lorimer.store.tables import checkpoints, insert, weights
 from lorimer.store.values import new_id, utc_now
 from lorimer.store.weights import Weights
@@ -90,6 +91,7 @@ def add_checkpoint(
             f"the run {model_id!r} already has a {kind} checkpoint named {name!r};"
             " choose another name, delete it or ask to overwrite it"
         )
+    evaluations.delete_of_checkpoint(c, model_id, kind, name)
     place = [checkpoints.c.model_id, checkpoints.c.kind, checkpoints.c.name]
     c.execute(insert(c, checkpoints).values(values).on_conflict_do_update(index_elements=place, set_=values))
     return _record(c.execute(_joined().where(checkpoints.c.checkpoint_key == values["checkpoint_key"])).one())

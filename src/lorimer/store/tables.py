@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0010"
+SCHEMA_VERSION = "0011"
 """The newest revision in `migrations/versions`."""
 
 
@@ -374,6 +374,30 @@ checkpoints = Table(
     Index(None, "model_id", "created_at"),
     _part("ix_checkpoints_expires", "expires_at", where="expires_at IS NOT NULL"),
     _part("ix_checkpoints_public", "model_id", where="public"),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    _id("evaluation_id"),
+    _text("user_id"),
+    Column(
+        "checkpoint_key",
+        Text,
+        ForeignKey("checkpoints.checkpoint_key", ondelete="CASCADE"),
+        nullable=True,
+        index=True,
+    ),
+    *(_text(name) for name in ("model", "base_model", "task", "metric", "harness")),
+    Column("settings", Json, nullable=False),
+    _text("variant"),
+    Column("num_items", Integer, nullable=False),
+    Column("num_samples", Integer, nullable=False),
+    Column("estimates", Json, nullable=False),
+    Column("outcomes", LargeBinary, nullable=False),
+    _time("created_at"),
+    Index(None, "user_id", "created_at", "evaluation_id"),
+    Index(None, "user_id", "model"),
 )
 
 samplers = Table(

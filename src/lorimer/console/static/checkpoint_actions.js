@@ -3,6 +3,7 @@
 
 import { del, get, part, post, put, downloadSigned } from "./api.js";
 import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, table, toast } from "./dom.js";
+import { scoreTags } from "./scores.js";
 
 const KINDS = { training: "training state", sampler: "sampler", external: "export" };
 const LIFETIMES = [
@@ -24,8 +25,12 @@ function endpoint(checkpoint, rest = "") {
   return `/api/v1/training_runs/${part(run)}/checkpoints/${part(segment)}/${part(name)}${rest}`;
 }
 
-/** Build a table of checkpoints from the API. Calls `changed` after each change; `withRun` adds the run. */
-export function checkpointTable(checkpoints, { changed, withRun = false, isOwn = true }) {
+/**
+ * Build a table of checkpoints from the API. Calls `changed` after each change; `withRun` adds the run, `scores` (a Map
+ * from paths to evaluations) the results of those that were evaluated.
+ */
+export function checkpointTable(checkpoints, { changed, withRun = false, isOwn = true, scores = null }) {
+  const hasScores = checkpoints.some((c) => scores?.has(c.tinker_path));
   const columns = [
     {
       label: "Checkpoint",
@@ -33,10 +38,11 @@ export function checkpointTable(checkpoints, { changed, withRun = false, isOwn =
       value: (c) => h("div", { class: "stack" }, h("a", { href: pageOf(c) }, partsOf(c.tinker_path).name), metadata(c)),
     },
     withRun && { label: "Run", class: "tight", value: (c) => runLink(partsOf(c.tinker_path).run) },
-    { label: "Kind", value: (c) => KINDS[c.checkpoint_type] || c.checkpoint_type },
+    { label: "Kind", class: "tight", value: (c) => KINDS[c.checkpoint_type] || c.checkpoint_type },
+    hasScores && { label: "Scores", value: (c) => scoreTags(scores.get(c.tinker_path)) },
     { label: "Saved", value: (c) => ago(c.time) },
     { label: "Size", number: true, value: (c) => bytes(c.size_bytes) },
-    { label: "Ends", value: (c) => (c.expires_at ? ago(c.expires_at) : "never") },
+    { label: "Ends", class: "tight", value: (c) => (c.expires_at ? ago(c.expires_at) : "never") },
     { label: "Access", value: (c) => (c.public ? badge("ok", "published") : "private") },
     { label: "", class: "row-actions", value: (c) => checkpointActions(c, changed, isOwn) },
   ].filter(Boolean);

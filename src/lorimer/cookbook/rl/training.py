@@ -259,7 +259,7 @@ class Run:
         if self.test_set:
             log = partial(self.log_test, step)
             metrics = await evaluate_on(self.test_set, policy, self.config.eval_temperature, log=log)
-        return metrics | await self.training.run_evaluators(policy.sampling_client, step)
+        return metrics | await self.training.run_evaluators(policy.sampling_client, policy.step)
 
     def log_test(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Have the server keep what the policy answered to the test set."""

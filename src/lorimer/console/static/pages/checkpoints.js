@@ -18,9 +18,11 @@ import {
   replace,
   runLink,
   searchBox,
+  table,
 } from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
+import { intervalText, loadEvaluations, scoresByModel, settingsText, valueText } from "../scores.js";
 
 export const title = "Checkpoints";
 
@@ -36,7 +38,7 @@ export async function render(root, context) {
 
 async function renderAll(root, { query, signal, live, setQuery }) {
   const filter = { text: query.get("q") || "", kind: query.get("kind") || "" };
-  let found = { checkpoints: [], total: 0 };
+  let found = { checkpoints: [], total: 0, evaluations: [] };
   let numShown = PER_PAGE;
   const list = h("div", null);
   const summary = h("p", { class: "muted", role: "status" });
@@ -51,12 +53,17 @@ async function renderAll(root, { query, signal, live, setQuery }) {
     );
     redraw(
       list,
-      fits.length ? checkpointTable(fits.slice(0, numShown), { changed, withRun: true }) : nothing(found.total),
+      fits.length
+        ? checkpointTable(fits.slice(0, numShown), { changed, withRun: true, scores: scoresByModel(found.evaluations) })
+        : nothing(found.total),
       fits.length > numShown && button(`Show more of ${fits.length}`, () => ((numShown += PER_PAGE), draw())),
     );
   };
   const drawChanged = whenChanged((now) => ((found = now), draw()));
-  const load = async () => drawChanged(await loadAll(signal));
+  const load = async () => {
+    const [listed, { evaluations }] = await Promise.all([loadAll(signal), loadEvaluations(signal)]);
+    drawChanged({ ...listed, evaluations });
+  };
   const changed = async () => {
     await load();
     if (document.activeElement === document.body) root.querySelector("h1").focus();
@@ -126,7 +133,8 @@ async function renderOne(root, { params, signal, account, live, navigate, setTit
   const body = h("div", { class: "stack-wide" });
   const find = async () => {
     const { checkpoints } = await get(`/api/v1/training_runs/${part(params.run)}/checkpoints`, null, signal);
-    return checkpoints.find((one) => one.tinker_path === path) || null;
+    const found = checkpoints.find((one) => one.tinker_path === path);
+    return found ? { ...found, scores: (await loadEvaluations(signal, { model: path })).evaluations } : null;
   };
   const draw = whenChanged((found) => redraw(body, found ? details(found, run, isOwn, changed) : gone(path)));
   const load = async () => draw(await find());
@@ -163,11 +171,26 @@ function details(checkpoint, run, isOwn, changed) {
       h("div", { "data-row": "actions" }, checkpointActions(checkpoint, changed, isOwn)),
     ),
     metadata.length > 0 && panel("Metadata", facts(metadata)),
+    checkpoint.scores.length > 0 && panel("Evaluations", scoreTable(checkpoint.scores)),
     panel(
       "Use it",
       uses(checkpoint).map(([what, command]) => [h("h3", null, what), commandBlock(command)]),
     ),
   ];
+}
+
+function scoreTable(evaluations) {
+  return table(
+    [
+      { label: "Task", wide: true, value: (one) => [one.task, h("br"), h("small", { class: "muted" }, settingsText(one))] },
+      { label: "Metric", value: (one) => one.metric },
+      { label: "Value", number: true, value: (one) => valueText(one) },
+      { label: "95 % interval", number: true, value: (one) => intervalText(one) },
+      { label: "Evaluated", value: (one) => ago(one.created_at) },
+    ],
+    evaluations,
+    (one) => ({ "data-row": one.evaluation_id }),
+  );
 }
 
 /** Return commands and programs that use the checkpoint from any machine. */
@@ -183,6 +206,7 @@ function uses({ tinker_path: path, checkpoint_type: kind }) {
   return [
     [what, `import lorimer\n\n${service}\nclient = ${client}`],
     ["Talk to it", command(`chat ${path}`)],
+    ["Evaluate it", command(`eval ${path} --on gsm8k`)],
     ["Merge it into its base model", command(`export ${path} --to merged`)],
     download,
   ];

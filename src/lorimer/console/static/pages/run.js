@@ -8,6 +8,7 @@ import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 import { followSteps, runTabs } from "../run_tabs.js";
 import { differences, flatten, runActions, runFacts } from "../run_identity.js";
+import { loadEvaluations, scoresByModel } from "../scores.js";
 import { operationTable, timeline } from "../timeline.js";
 import { sessionOf, statusBadge } from "./runs.js";
 
@@ -41,7 +42,7 @@ export async function render(root, context) {
     replace(view.actions, runActions(run, () => refresh(view), view.gone));
   });
   view.drawCheckpoints = whenChanged((found) =>
-    redraw(view.checkpoints, checkpointsOf(found, changed, Boolean(session))),
+    redraw(view.checkpoints, checkpointsOf(found.checkpoints, found.evaluations, changed, Boolean(session))),
   );
   view.drawOperations = whenChanged((found) => redraw(view.operations, operationsOf(found, view)));
   await live(async () => {
@@ -97,10 +98,11 @@ async function refresh(view) {
   }
   const path = `/api/v1/training_runs/${part(view.partId)}`;
   const ids = view.tracked?.parts.map((one) => one.training_run_id) ?? [view.partId];
-  const [run, saved, operations] = await Promise.all([
+  const [run, saved, operations, scored] = await Promise.all([
     get(path, { access_scope: "accessible" }, view.signal),
     Promise.all(ids.map((id) => get(`/api/v1/training_runs/${part(id)}/checkpoints`, null, view.signal))),
     own(() => get(`${path}/operations`, { limit: NUM_DRAWN }, view.signal)),
+    own(() => loadEvaluations(view.signal, { run_id: view.runId })),
     view.curves?.poll(),
   ]);
   const checkpoints = saved.flatMap((one) => one.checkpoints).sort((a, b) => moment(b.time) - moment(a.time));
@@ -116,7 +118,7 @@ async function refresh(view) {
   );
   view.drawFacts({ ...run, config: view.tracked?.config ?? {} });
   if (view.tracked) view.drawRun(view.tracked);
-  view.drawCheckpoints(checkpoints);
+  view.drawCheckpoints({ checkpoints, evaluations: scored?.evaluations || [] });
   view.drawOperations(found);
 }
 
@@ -156,9 +158,9 @@ function sessionLink(runId, session) {
   return h("a", { href: `/console/sessions/${part(id)}` }, session.display_name || id);
 }
 
-function checkpointsOf(checkpoints, changed, isOwn) {
+function checkpointsOf(checkpoints, evaluations, changed, isOwn) {
   if (!checkpoints.length) return empty("No checkpoint yet.", "Save one from the program that trains:", saveProgram());
-  return checkpointTable(checkpoints, { changed, isOwn });
+  return checkpointTable(checkpoints, { changed, isOwn, scores: scoresByModel(evaluations) });
 }
 
 function operationsOf(operations, view) {

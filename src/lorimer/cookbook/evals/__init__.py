@@ -1,0 +1,1 @@
+"""Evaluation tasks, and what runs them on checkpoints: `lorimer eval`, and the evaluators of training loops."""
