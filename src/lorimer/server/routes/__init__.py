@@ -24,6 +24,7 @@ from lorimer.server.routes import (
     sampling,
     saving,
     sessions,
+    system,
     tokenizers,
     training,
 )
@@ -52,6 +53,7 @@ ALL_ROUTES: list[Endpoint] = [
     *runs.ROUTES,
     *overview.ROUTES,
     *replicas.ROUTES,
+    *system.ROUTES,
     *keys.ROUTES,
     *downloads.ROUTES,
     *admin.ROUTES,
