@@ -56,14 +56,14 @@ def plain(found):
     }
 
 
-def test_a_step_is_one_more_than_the_optimiser_steps_before(measure, read):
+def test_a_step_is_the_number_of_optimiser_steps_before(measure, read):
     measure(1, {"loss:sum": 8.0})
     measure(2, {"grad_norm": 0.5}, is_step=True)
     measure(4, {"loss:sum": 6.0})  # 3 was a save
-    assert read()[0] == {"engine/loss:sum": [(1, 8.0), (2, 6.0)], "engine/grad_norm": [(1, 0.5)]}
+    assert read()[0] == {"engine/loss:sum": [(0, 8.0), (1, 6.0)], "engine/grad_norm": [(0, 0.5)]}
     measure(5, {"grad_norm": 0.25}, is_step=True)
     measure(6, {"grad_norm": 0.0}, is_step=True)
-    assert read()[0]["engine/grad_norm"] == [(1, 0.5), (2, 0.25), (3, 0.0)]
+    assert read()[0]["engine/grad_norm"] == [(0, 0.5), (1, 0.25), (2, 0.0)]
 
 
 def test_parts_of_a_step_are_told_as_one(measure, read):
@@ -71,11 +71,11 @@ def test_parts_of_a_step_are_told_as_one(measure, read):
     measure(2, {"loss:sum": 2.0, "ratio:mean": 2.0, "a:min": 4.0, "a:max": 4.0, "odd": 2.0}, num_datums=1)
     measure(3, {"loss:sum": 1.0}, num_datums=4)
     assert read()[0] == {
-        "engine/loss:sum": [(1, 11.0)],
-        "engine/ratio:mean": [(1, 1.25)],
-        "engine/a:min": [(1, 3.0)],
-        "engine/a:max": [(1, 4.0)],
-        "engine/odd": [(1, 2.0)],
+        "engine/loss:sum": [(0, 11.0)],
+        "engine/ratio:mean": [(0, 1.25)],
+        "engine/a:min": [(0, 3.0)],
+        "engine/a:max": [(0, 4.0)],
+        "engine/odd": [(0, 2.0)],
     }
 
 
@@ -90,35 +90,35 @@ def test_a_cursor_gives_what_is_new_or_written_again(measure, tell, read):
     tell(1, reward=0.25)
     changed, cursor = read(cursor)
     assert changed == {
-        "engine/loss:sum": [(1, 9.0)],
-        "engine/grad_norm": [(1, 0.5)],
+        "engine/loss:sum": [(0, 9.0)],
+        "engine/grad_norm": [(0, 0.5)],
         "client/reward": [(1, 0.25)],
     }
     measure(4, {"loss:sum": 3.0})
-    assert read(cursor)[0] == {"engine/loss:sum": [(2, 3.0)]}
+    assert read(cursor)[0] == {"engine/loss:sum": [(1, 3.0)]}
     everything, _ = read()
     assert everything["client/reward"] == [(1, 0.25), (2, 0.75)]
     assert everything["client/length"] == [(1, 7.0)]
-    assert everything["engine/loss:sum"] == [(1, 9.0), (2, 3.0)]
+    assert everything["engine/loss:sum"] == [(0, 9.0), (1, 3.0)]
 
 
 def test_operations_on_record_in_another_order_end_in_the_right_steps(measure, read):
     measure(1, {"loss:sum": 1.0})
     measure(3, {"loss:sum": 3.0})  # of the second step, whose first is not committed yet
     before, cursor = read()
-    assert before == {"engine/loss:sum": [(1, 4.0)]}
+    assert before == {"engine/loss:sum": [(0, 4.0)]}
     measure(2, {"grad_norm": 0.5}, is_step=True)
     changed, cursor = read(cursor)
-    assert changed == read()[0] == {"engine/loss:sum": [(1, 1.0), (2, 3.0)], "engine/grad_norm": [(1, 0.5)]}
+    assert changed == read()[0] == {"engine/loss:sum": [(0, 1.0), (1, 3.0)], "engine/grad_norm": [(0, 0.5)]}
     measure(6, {"grad_norm": 0.125}, is_step=True)
     changed, cursor = read(cursor)
-    assert changed == {"engine/grad_norm": [(2, 0.125)]}
+    assert changed == {"engine/grad_norm": [(1, 0.125)]}
     measure(4, {"grad_norm": 0.25}, is_step=True)  # before one that the reader has counted
     measure(5, {"loss:sum": 5.0})
     changed, cursor = read(cursor)
-    assert changed["engine/grad_norm"] == [(2, 0.25), (3, 0.125)] and changed["engine/loss:sum"][-1] == (3, 5.0)
+    assert changed["engine/grad_norm"] == [(1, 0.25), (2, 0.125)] and changed["engine/loss:sum"][-1] == (2, 5.0)
     measure(7, {"loss:sum": 7.0})
-    assert read(cursor)[0] == {"engine/loss:sum": [(4, 7.0)]}
+    assert read(cursor)[0] == {"engine/loss:sum": [(3, 7.0)]}
     assert read()[1][1:] == (6, 3)
 
 
@@ -153,7 +153,7 @@ def test_one_reading_is_bounded_by_its_size(store, run, tell, monkeypatch):
     assert not rest.has_more and [one.steps[-1] for one in rest.series.values()] == [3, 3]
 
 
-def train(store, run, num_steps, first=1):
+def train(store, run, num_steps, first=0):
     """Steps of two parts each and a report, with a spike and a gap in the middle; written as one."""
     middle = first + num_steps // 2
 
@@ -161,8 +161,8 @@ def train(store, run, num_steps, first=1):
         for step in range(first, first + num_steps):
             loss = 50.0 if step == middle else 1.0 + step % 7 / 8
             for part in range(2):
-                add_part(c, 3 * step - 2 + part, {"loss:sum": loss / 2, "ratio:mean": 1.0})
-            add_part(c, 3 * step, {"grad_norm": math.nan if step == middle else step / 4}, is_step=True)
+                add_part(c, 3 * step + 1 + part, {"loss:sum": loss / 2, "ratio:mean": 1.0})
+            add_part(c, 3 * step + 3, {"grad_norm": math.nan if step == middle else step / 4}, is_step=True)
         reports = [Report(step, float(step), {"reward": step / 8}) for step in range(first, first + num_steps)]
         report(c, run.model_id, reports, **ROOM)
 
@@ -175,7 +175,7 @@ def train(store, run, num_steps, first=1):
 def test_a_long_run_is_thinned_without_losing_spikes_and_gaps(store, run, tell, measure, read):
     train(store, run, 400)
     whole, end = read()
-    assert all([step for step, _ in points] == list(range(1, 401)) for points in whole.values())
+    assert all([step for step, _ in points] == list(range(400)) for points in whole.values())
     found = store.read_now(metrics.read, run.model_id, metrics.START, 10_000, Choice(max_points=50))
     assert (found.cursor, found.has_more, found.num_entries) == (end, False, 1600)
     for key, one in found.series.items():
@@ -184,16 +184,16 @@ def test_a_long_run_is_thinned_without_losing_spikes_and_gaps(store, run, tell, 
         assert [(step, value) for step, _, value in one.points() if not math.isnan(value)] == [
             point for point in points if point[0] in one.steps and not math.isnan(point[1])
         ]
-        assert (one.steps[0], one.steps[-1]) == (1, 400)
+        assert (one.steps[0], one.steps[-1]) == (0, 399)
     thinned = plain(found)
-    assert (201, 50.0) in thinned["engine/loss:sum"]
-    assert [step for step, value in thinned["engine/grad_norm"] if math.isnan(value)] == [201]
-    tell(401, reward=7.0)
+    assert (200, 50.0) in thinned["engine/loss:sum"]
+    assert [step for step, value in thinned["engine/grad_norm"] if math.isnan(value)] == [200]
+    tell(400, reward=7.0)
     tell(3, reward=8.0)
     measure(1201, {"loss:sum": 3.0})
     assert read(found.cursor, max_points=50)[0] == {
-        "client/reward": [(3, 8.0), (401, 7.0)],
-        "engine/loss:sum": [(401, 3.0)],
+        "client/reward": [(3, 8.0), (400, 7.0)],
+        "engine/loss:sum": [(400, 3.0)],
     }
 
 
@@ -249,7 +249,7 @@ def test_a_range_of_steps_is_given_in_full(store, run, read, measure, steps, lim
 def test_a_range_is_right_in_whatever_order_steps_came_on_record(measure, read):
     for number in (1, 2, 5, 6, 3, 4, 8, 7):
         measure(number, {"loss:sum": float(number)}, is_step=number % 2 == 0)
-    assert read()[0] == {"engine/loss:sum": [(1, 3.0), (2, 7.0), (3, 11.0), (4, 15.0)]}
+    assert read()[0] == {"engine/loss:sum": [(0, 3.0), (1, 7.0), (2, 11.0), (3, 15.0)]}
     for step, value in read()[0]["engine/loss:sum"]:
         assert read(steps=(step, step))[0] == {"engine/loss:sum": [(step, value)]}
 

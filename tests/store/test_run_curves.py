@@ -44,11 +44,11 @@ def parts(store, session):
 
 def test_a_resumed_run_has_one_curve(store, parts):
     found = read(store, parts[0].run_id)
-    assert values_of(found, "engine", "loss:sum") == {1: 9, 2: 8, 3: 7, 4: 6, 5: 9, 6: 8, 7: 7}
+    assert values_of(found, "engine", "loss:sum") == {0: 9, 1: 8, 2: 7, 3: 6, 4: 9, 5: 8, 6: 7}
     assert values_of(found, "client", "nll") == {0: 100, 1: 101, 2: 102, 3: 103, 4: 204, 5: 205, 6: 206}
     assert (found.is_restarted, found.reading.has_more) == (False, False)
     middle = read(store, parts[0].run_id, choice=Choice(steps=(4, 5)))
-    assert values_of(middle, "engine", "loss:sum") == {4: 6, 5: 9}
+    assert values_of(middle, "engine", "loss:sum") == {4: 9, 5: 8}
     assert values_of(middle, "client", "nll") == {4: 204, 5: 205}
 
 
@@ -89,7 +89,7 @@ def summary_of(store, run_id):
 def test_the_summary_is_that_of_the_joined_curve(store, parts):
     found = summary_of(store, parts[0].run_id)
     loss, nll = found["loss:sum"], found["nll"]
-    assert (loss.last, loss.last_step, loss.min, loss.min_step, loss.max, loss.max_step) == (7, 7, 6, 4, 9, 1)
+    assert (loss.last, loss.last_step, loss.min, loss.min_step, loss.max, loss.max_step) == (7, 6, 6, 3, 9, 0)
     assert (nll.last, nll.last_step, nll.min, nll.min_step, nll.max, nll.max_step) == (206, 6, 100, 0, 206, 6)
     assert store.read_now(tracking.get, parts[0].run_id).optim_steps == 7
 

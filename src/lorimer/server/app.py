@@ -5,6 +5,7 @@ it owns.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -31,11 +32,12 @@ from lorimer.server.errors import FAILED_LOOKUPS, answer_error, answer_http_exce
 from lorimer.server.guard import Guard
 from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.prometheus import Metrics
-from lorimer.server.roles import open_store, secret_of, shares_directory
+from lorimer.server.roles import node_name, open_store, secret_of, shares_directory
 from lorimer.server.routes import ALL_ROUTES, anthropic, openai
 from lorimer.server.run_summaries import Summariser
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
+from lorimer.server.system import Sampler
 from lorimer.server.upkeep import Periodic
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -117,6 +119,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
             (context.flush, settings.heartbeat_flush_seconds, "flush"),
             (context.scheduler.sweep, settings.sweep_seconds, "sweep"),
             (Summariser(context.store).advance, settings.run_summary_seconds, "run summaries"),
+            (make_sampler(context).sample, settings.system_sample_seconds, "system samples"),
         ):
             periodic = Periodic(seconds, job, name)
             periodic.start()
@@ -129,6 +132,21 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
             for name in settings.engine_configs():
                 context.scheduler.start_engine(name)
         yield context
+
+
+def make_sampler(context: Context) -> Sampler:
+    """Return the sampler of a server. The engines and queues of an API replica are sampled by their owners."""
+    scheduler, settings = context.scheduler, context.settings
+    node, data = node_name(settings), context.directory.path
+    if settings.role != "all":
+        return Sampler(context.store, f"{node} api {os.getpid()}", data, lambda: (), dict)
+    return Sampler(
+        context.store,
+        node,
+        data,
+        lambda: [replica.model for replica in scheduler.replica_states()],
+        lambda: scheduler.stats().requests_by_kind,
+    )
 
 
 async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:

@@ -304,6 +304,9 @@ class Settings(SchedulerLimits):
     run_summary_seconds: Annotated[
         float, Setting("Best and last values of runs' metrics are brought up to date this often.", 0.05)
     ] = 2.0
+    system_sample_seconds: Annotated[
+        float, Setting("CPU, memory, GPUs, disk, queues and throughput are sampled this often.", 0.05)
+    ] = 5.0
     shutdown_seconds: Annotated[float, Setting("Longest wait for the running batch and snapshots at shutdown.", 0)] = (
         30.0
     )

@@ -20,6 +20,9 @@ from lorimer.server.prometheus import Metrics
 from lorimer.server.roles import node_name, open_store, secret_of, shares_directory
 from lorimer.server.serve import install_signal_handlers, run_on_loop
 from lorimer.server.settings import Settings
+from lorimer.server.system import Sampler
+from lorimer.server.upkeep import Periodic
+from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 from lorimer.store.objects import open_objects
 from lorimer.store.scratch import Scratch
@@ -74,12 +77,28 @@ async def work(settings: Settings, announce: Announce) -> None:
             health = await serve_worker(settings.worker_host, settings.worker_metrics_port, metrics)
             stack.callback(health.close)
         await leases.start()
+        sampler = Periodic(
+            settings.system_sample_seconds, make_sampler(settings, store, directory, owner).sample, "system samples"
+        )
+        sampler.start()
+        stack.push_async_callback(sampler.stop)
         gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
         announce(leases.owner_id)
         await stop.wait()
         logger.info("shutting down: the running batch is finished, other workers take the replicas")
         await leases.close(settings.shutdown_seconds)
         await usage.flush()
+
+
+def make_sampler(settings: Settings, store: Store, directory: DataDirectory, owner: Owner) -> Sampler:
+    """Return the sampler of a worker with its engines and queues."""
+    return Sampler(
+        store,
+        f"{node_name(settings)} worker {owner.owner_id[:8]}",
+        directory.path,
+        lambda: [driver.status() for driver in owner.drivers.values()],
+        lambda: stats_of(owner).requests_by_kind,
+    )
 
 
 def stats_of(owner: Owner) -> SchedulerStats:

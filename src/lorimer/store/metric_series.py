@@ -97,7 +97,7 @@ def engine_series(
 
     Only steps with an ``is_changed`` value.
     """
-    steps = num_steps + 1 + np.cumsum(entries.is_step) - entries.is_step
+    steps = num_steps + np.cumsum(entries.is_step) - entries.is_step
     times = entries.times[np.searchsorted(steps, steps, side="right") - 1]  # the time of the step's last operation
     series = {}
     for name, (found, values) in _by_name(entries.data, names).items():

@@ -1,9 +1,9 @@
 """Metrics of runs by step: measured by the engine or reported by clients.
 
-The table is a log, read from a cursor. An engine entry is one operation: its step is computed on reading, as one more
-than the number of optimizer steps before it, so it is correct in whatever order results were committed. A client entry
-is one step: a metric that is reported again is removed from the older entry, so the later value wins and repetition
-does not grow the log. Entries are deleted with their run. `metric_series` turns entries into series.
+The table is a log, read from a cursor. An engine entry is one operation: its step is computed on reading, as the
+number of optimizer steps before it, so it is correct in whatever order results were committed. Steps count from 0, as
+those of the cookbook's loops do. A client entry is one step: a metric that is reported again is removed from the older
+entry, so the later value wins. Entries are deleted with their run. `metric_series` turns entries into series.
 """
 
 import time
@@ -186,6 +186,8 @@ def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_00
     if (steps := _chosen_steps(choice)) is not None:
         wanted &= _of_steps(c, model_id, *steps)
     entries, has_more = _next_entries(c, wanted, after.entry_id, limit, choice)
+    if has_more and choice.max_points is not None:
+        entries = _to_end_of_step(entries)
     num_entries = len(entries.ids)
     cursor = after._replace(entry_id=int(entries.ids[-1])) if num_entries else after
     reported = client_series(entries.take(np.flatnonzero(entries.is_client)), choice.names)
@@ -237,12 +239,18 @@ def _next_entries(
         cursor, num_rows = found[-1].entry_id, min(2 * num_rows, MAX_ROWS_PER_READ)
 
 
+def _to_end_of_step(entries: Entries) -> Entries:
+    """Return the entries up to the last one that ends a step: thinning must not choose the value of half a step."""
+    ends = np.flatnonzero(entries.is_step)
+    return entries.take(np.arange(ends[-1] + 1)) if len(ends) else entries
+
+
 def _of_steps(c: Connection, model_id: str, by_client: Steps, of_engine: Steps) -> ColumnElement[bool]:
     """Select the entries of these steps. Bounds on the entry ids avoid scanning the log from its start."""
     parts = [and_(_of(model_id, "client"), metrics.c.number.between(*by_client))]
     first, last = of_engine
     before, end = _end_of_step(c, model_id, first - 1), _end_of_step(c, model_id, last)
-    if last >= 1 and (first <= 1 or before is not None):
+    if last >= 0 and (first <= 0 or before is not None):
         by_engine = and_(_of(model_id, "engine"), metrics.c.number > (before or 0))
         parts.append(by_engine if end is None else and_(by_engine, metrics.c.number <= end))
     edges = func.min(metrics.c.entry_id), func.max(metrics.c.entry_id)
@@ -252,10 +260,10 @@ def _of_steps(c: Connection, model_id: str, by_client: Steps, of_engine: Steps) 
 
 def _end_of_step(c: Connection, model_id: str, step: int) -> int | None:
     """Return the operation that ended an optimizer step, if it is committed."""
-    if step < 1:
+    if step < 0:
         return None
     ends = select(metrics.c.number).where(_of(model_id, "engine"), metrics.c.is_step).order_by(metrics.c.number)
-    return c.execute(ends.limit(1).offset(step - 1)).scalar()
+    return c.execute(ends.limit(1).offset(step)).scalar()
 
 
 def _engine_series(

@@ -46,7 +46,7 @@ def windows(parts: Sequence[Run]) -> list[Window]:
     last_client: int | None = None
     for part in reversed(parts):
         found.append(Window(part.optim_steps_before, last_engine, last_client))
-        last_engine = _smaller(last_engine, part.optim_steps_before)
+        last_engine = _smaller(last_engine, part.optim_steps_before - 1)
         last_client = _smaller(last_client, None if part.first_step is None else part.first_step - 1)
     return found[::-1]
 

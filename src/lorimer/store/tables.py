@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0011"
+SCHEMA_VERSION = "0012"
 """The newest revision in `migrations/versions`."""
 
 
@@ -553,6 +553,16 @@ leases = Table(
     _id("name"),
     _text("holder"),
     Column("until", Double, nullable=False),
+)
+
+system_samples = Table(
+    "system_samples",
+    metadata,
+    Column("period", Integer, primary_key=True, autoincrement=False),
+    _id("source"),
+    Column("at", BigInteger, primary_key=True, autoincrement=False),
+    Column("data", LargeBinary, nullable=False),
+    Index(None, "period", "at"),
 )
 
 

@@ -33,9 +33,9 @@ async def test_the_engines_numbers_are_those_that_clients_were_given(ada):
     again = await ada.step(run_id, 6)
     found, _ = await points(ada, run_id)
     for name, value in first.metrics.items():
-        assert found[f"engine/{name}"] == {1: value, 2: pytest.approx(sum(part.metrics[name] for part in parts))}
+        assert found[f"engine/{name}"] == {0: value, 1: pytest.approx(sum(part.metrics[name] for part in parts))}
     for name, value in stepped["metrics"].items():
-        assert found[f"engine/{name}"] == {1: value, 2: again["metrics"][name]}
+        assert found[f"engine/{name}"] == {0: value, 1: again["metrics"][name]}
     assert found.keys() == {f"engine/{name}" for name in first.metrics | stepped["metrics"]}
     chosen, _ = await points(ada, run_id, names="grad_norm,loss:sum")
     assert chosen.keys() == {"engine/grad_norm", "engine/loss:sum"}
@@ -51,7 +51,7 @@ async def test_a_failed_step_is_none(ada):
     await ada.step(run_id, 3)
     await ada.train(run_id, 4)
     found, _ = await points(ada, run_id)
-    assert list(found["engine/loss:sum"]) == [1, 2] and list(found["engine/grad_norm"]) == [1]
+    assert list(found["engine/loss:sum"]) == [0, 1] and list(found["engine/grad_norm"]) == [0]
 
 
 async def test_reading_on_gives_new_and_corrected_points(ada):

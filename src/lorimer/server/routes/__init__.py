@@ -26,6 +26,7 @@ from lorimer.server.routes import (
     sampling,
     saving,
     sessions,
+    system,
     tokenizers,
     training,
 )
@@ -56,6 +57,7 @@ ALL_ROUTES: list[Endpoint] = [
     *evaluations.ROUTES,
     *overview.ROUTES,
     *replicas.ROUTES,
+    *system.ROUTES,
     *keys.ROUTES,
     *downloads.ROUTES,
     *admin.ROUTES,
