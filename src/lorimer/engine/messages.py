@@ -277,6 +277,8 @@ class ModelInfo(Message):
     target_modules: list[str]
     no_images: str = ""
     """Why the model reads no images; empty if it does."""
+    quantize: str = "none"
+    """The format in which the projections of the base are kept."""
 
 
 class Ready(Message):
