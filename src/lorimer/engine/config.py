@@ -1,5 +1,6 @@
 """The settings of one engine process; it is sent to the worker as its first message. Does not import torch."""
 
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -10,6 +11,7 @@ Method = Literal["lora", "full"]
 Quantize = Literal["none", "int8", "int4", "nf4"]
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``max_lora_rank`` that vLLM has kernels for."""
+_QUANTIZED = re.compile(r"(?P<model>.*?)\s*,\s*quantize\s*=\s*(?P<kind>[^,]*)", re.DOTALL)
 TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature, besides 0, that vLLM has: it raises lower ones and refuses higher ones."""
 
@@ -111,3 +113,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"{what} with quantize {self.quantize!r}; a quantised base is trained and sampled by one engine"
                     " process, which trains adapters: 'none' is accepted"
                 )
+
+
+def split_quantize(text: str) -> tuple[str, str]:
+    """Split ``MODEL,quantize=FORMAT`` into model and format, which ``EngineConfig`` checks; ``none`` without."""
+    found = _QUANTIZED.fullmatch(text)
+    return (found["model"], found["kind"].strip()) if found else (text, "none")

@@ -38,6 +38,7 @@ NF4 = (
 )
 """Quantiles of the normal distribution, from -1 to 1: the code book of QLoRA and bitsandbytes."""
 INT4 = tuple(float(level) for level in range(-8, 8))
+FORMATS: tuple[Quantize, ...] = ("int8", "int4", "nf4")
 _CHUNK = {"cpu": 1 << 20}
 """Weights that a product converts together: on a CPU as many as stay in its cache."""
 _DEVICE_CHUNK = 1 << 26
@@ -132,6 +133,13 @@ class QuantizedWeight(nn.Module):
         values = self.pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32)
         values.view(*scales_RB.shape, BLOCK).mul_(scales_RB.unsqueeze(-1))
         return values.view(len(codes), -1)[:, : self.shape[-1]].to(self.dtype)
+
+
+def stored_bytes(kind: Quantize, num_rows: int, num_columns: int) -> int:
+    """Return the bytes of a weight in a format."""
+    if kind == "int8":
+        return num_rows * (num_columns + 4)
+    return num_rows * -(-num_columns // BLOCK) * (BLOCK // 2 + 4)
 
 
 def _quantize(rows_RI: Tensor, kind: Quantize) -> tuple[Tensor, Tensor]:
