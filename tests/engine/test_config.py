@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lorimer.engine.config import EngineConfig
+from lorimer.engine.config import EngineConfig, VllmConfig, split_quantize
 
 
 def test_defaults_are_those_of_a_laptop():
@@ -23,6 +23,10 @@ def test_defaults_are_those_of_a_laptop():
         ({"model": ""}, "model is empty; name a directory, a .gguf file, an alias or a hub id"),
         ({"device": "tpu"}, "device is 'tpu'; auto, cpu, cuda, mps are accepted"),
         ({"dtype": "float16"}, "dtype is 'float16'; auto, float32, bfloat16 are accepted"),
+        ({"quantize": "fp8"}, "quantize is 'fp8'; none, int8, int4, nf4 are accepted"),
+        ({"quantize": "nf4", "ranks": 2}, "ranks is 2 with quantize 'nf4'; a quantised base"),
+        ({"quantize": "nf4", "method": "full"}, "method is 'full' with quantize 'nf4'"),
+        ({"quantize": "int8", "vllm": VllmConfig()}, "sampler is 'vllm' with quantize 'int8'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -50,6 +54,20 @@ def test_the_worker_checks_them_again(settings, message):
     with pytest.raises(msgspec.ValidationError) as refusal:
         msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=EngineConfig)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lorimer/tiny", ("lorimer/tiny", "none")),
+        ("lorimer/tiny,quantize=int8", ("lorimer/tiny", "int8")),
+        ("name=/models/a,b , quantize = nf4", ("name=/models/a,b", "nf4")),
+        ("a,quantize=", ("a", "")),
+        ("a,quantize=int8,quantize=nf4", ("a,quantize=int8", "nf4")),
+    ],
+)
+def test_the_format_stands_after_the_model(text, expected):
+    assert split_quantize(text) == expected
 
 
 def test_settings_do_not_change():

@@ -60,6 +60,7 @@ def test_engines_of_full_runs_are_of_one_process_and_their_own_kind():
         assert is_full(place) and not is_sampler(place) and not is_plain(place)
         assert (config.method, config.ranks, config.vllm, config.dtype) == ("full", 1, None, "float32")
     assert is_plain("m#0") and not is_plain("m#sampler-0")
+    assert full_configs({"m": EngineConfig(quantize="nf4")}, 2) == {}
 
 
 def test_an_engine_without_a_run_ends_after_a_while(core):

@@ -51,6 +51,9 @@ def test_flags_come_before_the_environment_before_the_file_before_the_default(tm
         ({"models": ("-rf /=a",)}, {}, "letters, digits"),
         ({"models": ("--trust-remote-code",)}, {}, "letters, digits"),
         ({"models": ("a=",)}, {}, "model is empty"),
+        ({"models": ("a=b,quantize=int5",)}, {}, "quantize is 'int5'; none, int8, int4, nf4 are accepted"),
+        ({"models": ("a,quantise=int8",)}, {}, "letters, digits"),
+        ({"models": ("a,quantize=int8,quantize=nf4",)}, {}, "letters, digits"),
         ({"database": "mysql://u:secret@h/d"}, {}, "mysql://u:\\*\\*\\*@h/d"),
         ({"host": ""}, {}, "host is empty"),
         ({"log_format": "xml"}, {}, "log_format is 'xml'"),
@@ -123,10 +126,31 @@ def test_a_table_sets_what_differs_for_one_model(tmp_path):
         ("sampler = { replicas = 0 }", "sampler.replicas is 0; at least 1"),
         ("sampler = { max_lora_rank = 33 }", "sampler.max_lora_rank is 33; 8, 16, 32"),
         ('dtype = "int4"', "int4"),
+        ('quantize = "int5"', "int5"),
+        ('quantize = "nf4"\nranks = 2', "ranks is 2 with quantize 'nf4'"),
+        ('quantize = "nf4"\nsampler = { kind = "vllm" }', "sampler is 'vllm' with quantize 'nf4'"),
     ):
         file.write_text(f'[model."a"]\n{text}\n')
         with pytest.raises(InvalidInput, match=message):
             load_settings({}, {}, file)
+
+
+def test_a_base_is_quantised_by_its_flag_or_its_table(tmp_path):
+    file = tmp_path / "lorimer.toml"
+    file.write_text('[model."c"]\nquantize = "nf4"\n[model."d"]\nquantize = "none"\n[model."e"]\n')
+    models = "a,quantize=int8, b=./some,quantize=int4,c,d,quantize=int8,e,quantize=int8"
+    for flags, environment in (({"models": models}, {}), ({}, {"LORIMER_MODELS": models})):
+        settings = load_settings(flags, environment, file).settings
+        found = {name: (config.model, config.quantize) for name, config in settings.engine_configs().items()}
+        assert found == {
+            "a": ("a", "int8"),
+            "b": ("./some", "int4"),
+            "c": ("c", "nf4"),
+            "d": ("d", "none"),
+            "e": ("e", "int8"),
+        }
+    assert [settings.serves(name) for name in ("a", "a,quantize=int8", "b", "./some", "c=c,quantize=nf4")] == [True] * 5
+    assert [settings.serves(name) for name in ("a,quantize=nf4", "f", "d,quantize=int8")] == [False] * 3
 
 
 def test_models_by_name_path_and_alias(tmp_path):

@@ -102,8 +102,9 @@ def check_device(model: str) -> list[Finding]:
         lines = run.stderr.strip().splitlines() or [f"ended with code {run.returncode}"]
         return [failed("device", lines[-1], "send us the whole report; serve with `--device cpu` meanwhile")]
     found = json.loads(run.stdout.strip().splitlines()[-1])
+    weights = "" if found["quantize"] == "none" else f" with {found['quantize']} weights"
     text = (
-        f"{found['model']} on {found['device']} ({found['name'] or 'no name'}), {found['dtype']}, torch"
+        f"{found['model']} on {found['device']} ({found['name'] or 'no name'}), {found['dtype']}{weights}, torch"
         f" {found['torch']}: token budget {found['token_budget']:,}, trains {found['train_tokens_per_second']:,.0f}"
         " and samples"
         f" {found['sample_tokens_per_second']:,.0f} tokens/s. Differences from the CPU in float32: "

@@ -86,6 +86,7 @@ app.command(
         "lorimer serve",
         "lorimer serve --model ./my-model --port 9000",
         "lorimer serve --model Qwen/Qwen3-8B=smollm2-135m-instruct   # answer to the name that a script asks for",
+        "lorimer serve --model Qwen/Qwen3-8B,quantize=int8",
         "lorimer serve --host 0.0.0.0 --set durability=power",
     ),
 )
@@ -93,7 +94,11 @@ app.command(
 def serve(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="Base model: a name, a directory or a .gguf file; NAME=SOURCE renames it."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Base model: a name, directory or .gguf file; NAME=SOURCE renames it; ,quantize=nf4 quantises it.",
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; others than loopback need keys.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port; 0 takes a free one.")] = None,
@@ -155,7 +160,11 @@ def serve(
 def worker(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="Base model: a name, a directory or a .gguf file; NAME=SOURCE renames it."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Base model: a name, directory or .gguf file; NAME=SOURCE renames it; ,quantize=nf4 quantises it.",
+        ),
     ] = None,
     data: DataOption = None,
     database: DatabaseOption = None,

@@ -134,10 +134,10 @@ class EmbeddedService:
         _at_exit(self.stop)
 
     def _check_served(self, model: str | None) -> None:
-        configs = self._settings.engine_configs()
-        if model and model.partition("=")[0] not in configs and model not in {c.model for c in configs.values()}:
+        if model and not self._settings.serves(model):
+            served = ", ".join(self._settings.engine_configs())
             raise TinkerError(
-                f"the service in this process serves {', '.join(configs)} and was asked for {model!r}; "
+                f"the service in this process serves {served} and was asked for {model!r}; "
                 "name all models in LORIMER_MODELS before the first client is made"
             )
 

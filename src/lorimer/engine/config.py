@@ -1,5 +1,6 @@
 """The settings of one engine process; it is sent to the worker as its first message. Does not import torch."""
 
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -7,8 +8,10 @@ import msgspec
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Method = Literal["lora", "full"]
+Quantize = Literal["none", "int8", "int4", "nf4"]
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``max_lora_rank`` that vLLM has kernels for."""
+_QUANTIZED = re.compile(r"(?P<model>.*?)\s*,\s*quantize\s*=\s*(?P<kind>[^,]*)", re.DOTALL)
 TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature, besides 0, that vLLM has: it raises lower ones and refuses higher ones."""
 
@@ -49,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which of several GPUs; engines beyond their number share them."""
     dtype: Dtype = "auto"
     """Dtype of the frozen base; adapters, gradients, optimisers and full runs are always float32."""
+    quantize: Quantize = "none"
+    """Format in which the projections of the frozen base are kept; passes compute in ``dtype``."""
     method: Method = "lora"
     """``full``: the engine holds one run at a time, which trains the weights of the model itself."""
     num_threads: int = 0
@@ -80,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("device_index", "num_threads", "memory_bytes", "max_context", "token_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a number of at least 0 is accepted")
-        for name, kind in (("device", Device), ("dtype", Dtype), ("method", Method)):
+        for name, kind in (("device", Device), ("dtype", Dtype), ("quantize", Quantize), ("method", Method)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; {', '.join(get_args(kind))} are accepted")
         for name in ("max_sampling_rows", "max_image_pixels", "ranks"):
@@ -91,5 +96,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"method is 'full' with ranks {self.ranks}; a full run is computed by one process: 'lora' is accepted"
                 " with several ranks or vLLM"
             )
+        if self.quantize != "none":
+            self._check_quantized()
         if not self.model:
             raise ValueError("model is empty; name a directory, a .gguf file, an alias or a hub id")
+
+    def _check_quantized(self) -> None:
+        refused = {
+            f"ranks is {self.ranks}": self.ranks > 1,
+            "sampler is 'vllm'": self.vllm is not None,
+            "method is 'full'": self.method == "full",
+        }
+        for what, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{what} with quantize {self.quantize!r}; a quantised base is trained and sampled by one engine"
+                    " process, which trains adapters: 'none' is accepted"
+                )
+
+
+def split_quantize(text: str) -> tuple[str, str]:
+    """Split ``MODEL,quantize=FORMAT`` into model and format, which ``EngineConfig`` checks; ``none`` without."""
+    found = _QUANTIZED.fullmatch(text)
+    return (found["model"], found["kind"].strip()) if found else (text, "none")

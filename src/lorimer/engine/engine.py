@@ -128,7 +128,13 @@ class Engine:
         # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
         first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
         self.model = load_model(
-            source.directory, first, source.name, config.max_image_pixels, not shards.is_alone, self._is_full
+            source.directory,
+            first,
+            source.name,
+            config.max_image_pixels,
+            not shards.is_alone,
+            self._is_full,
+            config.quantize,
         )
         limit = self.model.max_context
         if config.max_context > limit:
@@ -160,6 +166,7 @@ class Engine:
             max_context=model.max_context,
             num_parameters=model.num_parameters,
             dtype=str(model.device.dtype).removeprefix("torch."),
+            quantize=model.quantize,
             device=model.device.type,
             token_budget=self.trainer.token_budget,
             eos_token_ids=self._eos,

@@ -279,6 +279,8 @@ class ModelInfo(Message):
     """Why the model reads no images; empty if it does."""
     kernels: list[str] = []
     """Which kernels compute it on its device, and why others do not, in one line each."""
+    quantize: str = "none"
+    """The format in which the projections of the base are kept."""
 
 
 class Ready(Message):

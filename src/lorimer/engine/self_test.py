@@ -11,13 +11,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 
 from lorimer.engine import messages
-from lorimer.engine.config import EngineConfig
+from lorimer.engine.config import EngineConfig, Quantize, split_quantize
 from lorimer.engine.engine import Engine
 
 RUNS = {"one": 4, "two": 16}
@@ -30,11 +31,13 @@ MAX_LOGPROB, MAX_GRADIENT = 1e-2, 1e-2
 
 
 def report(model: str) -> dict[str, Any]:
-    reference = _measure(EngineConfig(model=model, device="cpu", dtype="float32", seed=0))
+    source, quantize = split_quantize(model)
+    config = EngineConfig(model=source, quantize=cast("Quantize", quantize), seed=0)
+    reference = _measure(msgspec.structs.replace(config, device="cpu", dtype="float32"))
     gc.collect()  # the next engine needs the memory
-    exact = _measure(EngineConfig(model=model, dtype="float32", seed=0))
+    exact = _measure(msgspec.structs.replace(config, dtype="float32"))
     gc.collect()
-    chosen = _measure(EngineConfig(model=model, seed=0), has_speed=True)
+    chosen = _measure(config, has_speed=True)
     differences = {name: _compare(found, reference) for name, found in (("float32", exact), ("chosen", chosen))}
     worst = differences["float32"]
     is_finite = all(np.isfinite(list(one.values())).all() for one in differences.values())
@@ -43,6 +46,7 @@ def report(model: str) -> dict[str, Any]:
         "device": chosen["info"].device,
         "name": torch.cuda.get_device_name() if chosen["info"].device.startswith("cuda") else platform.processor(),
         "dtype": chosen["info"].dtype,
+        "quantize": chosen["info"].quantize,
         "token_budget": chosen["info"].token_budget,
         "kernels": chosen["info"].kernels,
         "torch": str(torch.__version__),

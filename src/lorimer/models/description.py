@@ -9,6 +9,7 @@ import torch
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets, shapes
 from lorimer.engine.model.base_model import longest_context, refuse_unpackable
+from lorimer.engine.model.quantization import FORMATS, stored_bytes
 from lorimer.errors import ModelRefused
 from lorimer.models.export.merging import empty_model, is_tied, stored_tensors
 
@@ -39,7 +40,7 @@ class ModelDescription:
     lora_parameters: dict[int, int]
     """Parameters that a run trains, by rank."""
     weights_bytes: dict[str, int]
-    """Memory of the base on a CPU, by dtype."""
+    """Memory of the base on a CPU, by dtype, and by the format of a quantised one whose rest is float32."""
     run_bytes: dict[int, int]
     """Memory of a run in training, by rank."""
     cache_bytes_per_token: int
@@ -74,7 +75,8 @@ def describe_model(directory: Path) -> ModelDescription:
         weights_bytes={
             str(dtype).removeprefix("torch."): _LAYOUTS * num_parameters * dtype.itemsize
             for dtype in (torch.float32, torch.bfloat16)
-        },
+        }
+        | _quantized_bytes(targets, num_parameters),
         run_bytes={rank: _STATES_PER_WEIGHT * 4 * count for rank, count in by_rank.items()},
         cache_bytes_per_token=2 * 4 * config.num_hidden_layers * kv_heads * head_dim,
         trouble=trouble,
@@ -91,6 +93,13 @@ def _targets(model: torch.nn.Module, config: object) -> tuple[list[LoraTarget], 
 
 def _num_trained(targets: list[LoraTarget], rank: int) -> int:
     return sum(torch.Size(shape).numel() for target in targets for shape in shapes(target, rank))
+
+
+def _quantized_bytes(targets: list[LoraTarget], num_parameters: int) -> dict[str, int]:
+    """Return the memory of the base by format: projections are quantised, all but the last target, the head."""
+    sizes = [(target.out_features * max(1, target.num_experts), target.in_features) for target in targets[:-1]]
+    rest = 4 * (num_parameters - sum(rows * columns for rows, columns in sizes))
+    return {kind: rest + sum(stored_bytes(kind, *size) for size in sizes) for kind in FORMATS if sizes}
 
 
 def _by_group(targets: list[LoraTarget]) -> dict[str, list[str]]:

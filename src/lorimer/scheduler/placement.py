@@ -86,7 +86,7 @@ def is_plain(place: str) -> bool:
 def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, tuple[str, EngineConfig]]:
     """Return the base model and the engine of every replica for full runs, by its name.
 
-    Their engines start when a run needs them, and end when it has been idle.
+    Their engines start when a run needs them, and end when it has been idle. A base that is quantised has none.
     """
     return {
         f"{name}{_FULL}{index}": (
@@ -96,7 +96,7 @@ def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, t
             ),
         )
         for name, config in models.items()
-        for index in range(number)
+        for index in range(number if config.quantize == "none" else 0)
     }
 
 

@@ -153,6 +153,8 @@ class Scheduler:
     def full_replicas(self, name: str) -> Sequence[Replica]:
         """Return the replicas for full runs of a base model. Raise `Unsupported` if there are none."""
         self.replicas(name)
+        if (quantize := self.models[name].quantize) != "none":
+            raise Unsupported(f"the base model {name!r} is quantised ({quantize}), so it trains adapters only")
         found = [replica for replica in self._replicas_of(name) if is_full(replica.place)]
         if not found:
             raise Unsupported(self.no_full_runs)

@@ -5,6 +5,7 @@ as TOML, each with where it came from.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from lorimer.errors import InvalidInput
 from lorimer.server.settings import TYPES, ModelSettings, Settings, redacted_url
 
 PREFIX = "LORIMER_"
+_COMMA = re.compile(r",(?!\s*quantize\s*=)")
+"""Separates the parts of a list; of a base model, ``,quantize=FORMAT`` is a part."""
 OTHER_VARIABLES = {
     "LORIMER_CONFIG",
     "LORIMER_CACHE",
@@ -96,7 +99,7 @@ def convert(name: str, value: object, origin: str) -> object:
     if wanted is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
     if wanted == tuple[str, ...] and is_text:
-        return tuple(part.strip() for part in str(value).split(",") if part.strip())
+        return tuple(part.strip() for part in _COMMA.split(str(value)) if part.strip())
     try:
         return msgspec.convert(value, wanted, strict=not is_text)
     except msgspec.ValidationError as error:

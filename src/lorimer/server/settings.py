@@ -9,11 +9,11 @@ import os
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
 
-from lorimer.engine.config import Device, Dtype, EngineConfig, VllmConfig
+from lorimer.engine.config import Device, Dtype, EngineConfig, Quantize, VllmConfig, split_quantize
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store.objects import check_url
 from lorimer.types.settings import Setting
@@ -51,6 +51,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Processes of each replica, which share the base and every batch."""
     device: Device | None = None
     dtype: Dtype | None = None
+    quantize: Quantize | None = None
+    """Format of the projections of the frozen base; None takes what ``models`` says."""
     num_threads: int | None = None
     memory_bytes: int | None = None
     max_context: int | None = None
@@ -75,7 +77,11 @@ class Settings(SchedulerLimits):
 
     # What is served, and where
     models: Annotated[
-        tuple[str, ...], Setting("Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME.")
+        tuple[str, ...],
+        Setting(
+            "Base models: names, directories or .gguf files; NAME=SOURCE serves SOURCE as NAME, and MODEL,quantize=int8"
+            " (or int4, nf4) keeps the base in 8 or 4 bits."
+        ),
     ] = DEFAULT_MODELS
     model: Annotated[
         dict[str, ModelSettings],
@@ -373,18 +379,28 @@ class Settings(SchedulerLimits):
     def engine_configs(self) -> dict[str, EngineConfig]:
         """The engine of each served name, in the order of ``models``."""
         sources: dict[str, str] = {}
+        formats: dict[str, str] = {}
         for model in () if self.model and self.models == DEFAULT_MODELS else self.models:
-            name, _, source = model.rpartition("=") if "=" in model else (model, "", model)
+            name, source, quantize = read_model(model)
             name = served_name(name)
             if name in sources:
                 raise ValueError(f"models has {name!r} twice; NAME=SOURCE gives one of them another name")
-            sources[name] = source
+            sources[name], formats[name] = source, quantize
         for model, table in self.model.items():
             name = served_name(model)
             sources[name] = table.source or sources.get(name, model)
+            formats[name] = table.quantize or formats.get(name, "none")
         if not sources:
             raise ValueError("models is empty; name at least one base model, such as 'lorimer/tiny'")
-        return {name: self._engine_config(name, source) for name, source in sources.items()}
+        return {name: self._engine_config(name, source, formats[name]) for name, source in sources.items()}
+
+    def serves(self, model: str) -> bool:
+        """Whether there is an engine for what ``models`` would call ``model``: by name or source, in that format."""
+        name, _, quantize = read_model(model)
+        return any(
+            name in (served, config.model) and quantize in ("none", config.quantize)
+            for served, config in self.engine_configs().items()
+        )
 
     def num_replicas(self) -> dict[str, int]:
         """The number of replicas of each base model that has a table."""
@@ -406,7 +422,7 @@ class Settings(SchedulerLimits):
         """Return the settings of the scheduler."""
         return SchedulerLimits(**{item.name: getattr(self, item.name) for item in fields(SchedulerLimits)})
 
-    def _engine_config(self, name: str, source: str) -> EngineConfig:
+    def _engine_config(self, name: str, source: str, quantize: str) -> EngineConfig:
         """Return the settings of one engine: those that have the same name here, or in the model's table."""
         shared = {field: getattr(self, field) for field in ENGINE_SETTINGS}
         for model, table in self.model.items():
@@ -415,7 +431,14 @@ class Settings(SchedulerLimits):
                 shared |= {field: value for field, value in own.items() if value is not None}
                 shared["ranks"] = table.ranks
                 shared["vllm"] = table.sampler
-        return EngineConfig(model=source, **shared)
+        return EngineConfig(model=source, quantize=cast("Quantize", quantize), **shared)
+
+
+def read_model(model: str) -> tuple[str, str, str]:
+    """Return name, source and format of ``[NAME=]SOURCE[,quantize=FORMAT]``."""
+    model, quantize = split_quantize(model)
+    name, _, source = model.rpartition("=") if "=" in model else (model, "", model)
+    return name, source, quantize
 
 
 def served_name(name: str) -> str:

@@ -34,6 +34,7 @@ named in `models`:
 source = "/models/qwen3-8b"   # a directory, a .gguf file or a hub id; by default the name
 replicas = 2                  # engines that share its runs and samples, each with the whole base
 ranks = 1                     # processes of each engine, which share the base; more than one train, but do not sample
+quantize = "nf4"              # or int8, int4: the base in 4 or 8 bits (quantization.md)
 dtype = "bfloat16"            # and device, num_threads, memory_bytes, max_context, token_budget, max_sampling_rows
 sampler = { kind = "vllm", python = "/opt/vllm/bin/python" }
 ```

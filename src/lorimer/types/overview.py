@@ -59,6 +59,8 @@ class ModelOverview(Response):
     num_parameters: int | None = None
     max_context: int | None = None
     dtype: str | None = None
+    quantize: str | None = None
+    """The format of the base's projections: int8, int4 or nf4; ``none`` if they are in ``dtype`` too."""
     device: str | None = None
 
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrain
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
+from lorimer.engine.config import Quantize
 from lorimer.engine.model.attention import group_sequences, packed_attention
 from lorimer.engine.model.attention_kernels import Choice, Heads, choose
 from lorimer.engine.model.device import Device
@@ -30,6 +31,7 @@ from lorimer.engine.model.experts import packed_experts
 from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
 from lorimer.engine.model.mlp import replace_gated_mlps
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
+from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized, quantized_weights
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
@@ -79,31 +81,36 @@ class BaseModel:
         vision: Vision | str = TEXT_ONLY,
         has_copies: bool = True,
         trains_base: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         """``vision`` reads images; a string is the reason why this model cannot.
 
         Without ``has_copies`` no weight is stored a second time in a faster layout, so that ``shard`` can free it.
-        With ``trains_base`` the weights are those of a full run: nothing keeps a copy of them.
+        With ``trains_base`` the weights are those of a full run: nothing keeps a copy of them. Nor of a base with
+        ``quantization``, which is meant to be small.
         """
-        has_copies = has_copies and not trains_base
+        has_copies = has_copies and not trains_base and quantization is None
+        self.quantize: Quantize = "none" if quantization is None else quantization.kind
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
         self.shards = ALONE
         self.config = model.config.get_text_config()
         self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
-        self.num_parameters = sum(p.numel() for p in model.parameters())
+        quantized = [one for module in model.modules() for one in quantized_weights(module).values()]
+        self.num_parameters = sum(p.numel() for p in model.parameters()) + sum(one.num_weights for one in quantized)
         self.architecture = type(model).__name__
         refuse_unpackable(self.config)
         model.requires_grad_(False).eval().to(device.handle)
-        self.targets: list[LoraTarget] = find_targets(model)
+        self.targets: list[LoraTarget] = find_targets(model) if quantization is None else quantization.targets
         self.slot = PassSlot(trains_base)
         self.transformer = model
         self.grouping = Grouping(device.handle, device.dtype, self.config.hidden_size)
         probe = [torch.arange(n) * 7 % self.vocab_size for n in (11, 6)]
         with torch.no_grad():
-            reference = _reference_logits(model, probe, device.handle)
-            seen = None if isinstance(vision, str) else vision.probe()
+            with materialized(model):
+                reference = _reference_logits(model, probe, device.handle)
+                seen = None if isinstance(vision, str) else vision.probe()
             self._inject(model, has_copies)
             self.logit_map = LogitMap()
             try:
@@ -406,14 +413,20 @@ def load_model(
     max_image_pixels: int = 2**24,
     is_sharded: bool = False,
     trains_base: bool = False,
+    quantize: Quantize = "none",
 ) -> BaseModel:
     """Load a Hugging Face directory without downloading anything or running code in it."""
+    assert quantize == "none" or not (is_sharded or trains_base), "refused by EngineConfig"
     register_implementations()
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model = model_class(config, name).from_pretrained(
-        directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-    )
+    kind, quantization = model_class(config, name), None
+    if quantize == "none":
+        model = kind.from_pretrained(
+            directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        )
+    else:
+        model, quantization = load_quantized(quantize, kind, config, directory, device.dtype, name)
     vision = open_vision(model, directory, device, max_image_pixels)
     if is_sharded and not isinstance(vision, str):
         # The tower would have to be whole on every rank, and its passes the same on all of them.
@@ -422,7 +435,7 @@ def load_model(
         raise ModelRefused(
             f"{name!r} has a vision tower; full fine-tuning accepts models of text only, LoRA this one too"
         )
-    return BaseModel(model, device, name, str(directory), vision, not is_sharded, trains_base)
+    return BaseModel(model, device, name, str(directory), vision, not is_sharded, trains_base, quantization)
 
 
 def load_tokenizer(directory: Path | str) -> Any:

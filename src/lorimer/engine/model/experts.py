@@ -7,6 +7,7 @@ size is shared by the experts of a layer, the other is each expert's own (``lora
 Legend: T tokens, S = T * experts per token, E experts.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model.device import download
+from lorimer.engine.model.quantization import QuantizedWeight
+from lorimer.engine.model.quantized_loading import quantized_weights
 from lorimer.engine.training.batch import AdapterSlice
 
 
@@ -76,10 +79,21 @@ def _linear(x: Tensor, module: Any, name: str, parts: tuple[str, ...], runs: lis
     return _ExpertLinear.apply(x, module.lorimer_anchor, module, name, targets, runs)
 
 
-def _weight(module: Any, name: str) -> Tensor:
+def _weight(module: Any, name: str) -> Tensor | QuantizedWeight:
     """Return the weight that the module has now, ``(E, out, in)``, however the model stores it."""
+    if (quantized := quantized_weights(module).get(name)) is not None:
+        return quantized
     weight: Tensor = getattr(module, name).detach()
     return weight.transpose(1, 2) if module.is_transposed else weight
+
+
+def _matrices(weight: Tensor | QuantizedWeight, runs: list[_Run]) -> Iterator[tuple[_Run, Tensor]]:
+    """Return each run with the weight of its expert; a quantised one is converted once for all runs of an expert."""
+    matrix, expert = None, -1
+    for run in runs:
+        if matrix is None or run.expert != expert:
+            matrix, expert = weight[run.expert], run.expert
+        yield run, matrix
 
 
 def _factor(tensor: Tensor, expert: int) -> Tensor:
@@ -101,9 +115,9 @@ class _ExpertLinear(torch.autograd.Function):
         weight, bias = _weight(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
         y = x.new_empty(len(x), weight.shape[1])
         ctx.inner = []
-        for run in runs:
+        for run, matrix in _matrices(weight, runs):
             rows = x[run.start : run.stop]
-            out = torch.mm(rows, weight[run.expert].t(), out=y[run.start : run.stop])
+            out = torch.mm(rows, matrix.t(), out=y[run.start : run.stop])
             if bias is not None:
                 out += bias[run.expert]
             for target in targets:
@@ -122,8 +136,8 @@ class _ExpertLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         d_y, d_x, weight = grads[0], torch.empty_like(x), _weight(ctx.module, ctx.name)
-        for run in ctx.runs:
-            torch.mm(d_y[run.start : run.stop], weight[run.expert], out=d_x[run.start : run.stop])
+        for run, matrix in _matrices(weight, ctx.runs):
+            torch.mm(d_y[run.start : run.stop], matrix, out=d_x[run.start : run.stop])
         _add_gradients(ctx.module, ctx.name, x, d_y, ctx.runs)
         for run, target, inner in ctx.inner:
             a, b = (_factor(f, run.expert) for f in run.part.weights[target.name])

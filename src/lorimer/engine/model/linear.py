@@ -2,7 +2,8 @@
 
 The base weight never gets a gradient. Each adapter of the pass owns a slice of the token axis; its products are
 plain matrix products on that slice, and its gradients are added, in float32, straight to the buffers the pass
-brings along, so autograd only carries the activations. Experts are in ``experts.py``, the output head in ``head.py``.
+brings along, so autograd only carries the activations. Experts are in ``experts.py``, the output head in ``head.py``,
+weights in 8 or 4 bits in ``quantization.py``.
 """
 
 import time
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
 from lorimer.engine.model.grouped import GroupedSlices
+from lorimer.engine.model.quantization import QuantizedWeight
+from lorimer.engine.model.quantized_loading import quantized_weights
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 
@@ -86,6 +89,23 @@ class FrozenMatrix:
             self.bias.grad += d_y.sum(0)
 
 
+class QuantizedMatrix(FrozenMatrix):
+    """A frozen weight in 8 or 4 bits, of which there is no copy in another layout."""
+
+    def __init__(self, quantized: QuantizedWeight, module: nn.Module) -> None:
+        """Take the bias from ``module``, whose own weight is empty."""
+        super().__init__(quantized.codes[:0], None, 0)
+        self._tensors = self._biases = module._parameters
+        self._quantized = quantized
+
+    def multiply(self, x: Tensor) -> Tensor:
+        y = self._quantized.multiply(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def multiply_transposed(self, d_y: Tensor) -> Tensor:
+        return self._quantized.multiply_transposed(d_y)
+
+
 def pack(weight: Tensor) -> Tensor:
     """Pack the weight for oneDNN, which would otherwise do so on each call."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
@@ -131,7 +151,8 @@ class FrozenLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # Owned here, so that the parameters of the model are those it computes with, and sharding finds them.
         self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
-        self.matrix = FrozenMatrix.of(self, max_packed_rows)
+        quantized = quantized_weights(linear).get("weight")
+        self.matrix = FrozenMatrix.of(self, max_packed_rows) if quantized is None else QuantizedMatrix(quantized, self)
         self.targets = targets
         self.slot = slot
         self.siblings: Siblings | None = None

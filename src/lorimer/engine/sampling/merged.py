@@ -2,8 +2,9 @@
 
 Decoding computes few rows, so the many small products of an adapter take nearly as long as the base's. Where one
 adapter has decoded alone for a while (a policy that is sampled), its pairs are added to a packed copy of the weights
-once, and its steps then cost what the base's do. Only in float32, where the sum is exact to rounding; only one
-adapter at a time, within a limit of memory; with anything else in the batch the pairs are applied as always.
+once, and its steps then cost what the base's do. Only in float32, where the sum is exact to rounding, and not of a
+quantised base, of which this would be a dense copy; only one adapter at a time, within a limit of memory; with
+anything else in the batch the pairs are applied as always.
 """
 
 import torch
@@ -23,7 +24,7 @@ class MergedAdapter:
     """The adapter that is currently merged, if any."""
 
     def __init__(self, model: BaseModel, limit_bytes: int) -> None:
-        is_exact = model.device.dtype == torch.float32 and model.head.is_packed
+        is_exact = model.device.dtype == torch.float32 and model.quantize == "none" and model.head.is_packed
         self._parts = _parts(model) if is_exact else []
         self.memory_bytes = sum(4 * weight.numel() for _, weights, _ in self._parts for weight in weights)
         self.is_possible = (

@@ -89,6 +89,7 @@ def model_overview(model: ServedModel, num_runs: int, machine: dict[str, int]) -
         num_parameters=info.num_parameters if info else None,
         max_context=info.max_context if info else None,
         dtype=info.dtype if info else None,
+        quantize=info.quantize if info else None,
         device=info.device if info else None,
     )
 

@@ -86,9 +86,10 @@ function modelPanel(model) {
 }
 
 /** Describe the model; known once its engine has run. */
-function nature({ architecture, num_parameters: parameters, dtype, device, max_context: context }) {
+function nature({ architecture, num_parameters: parameters, dtype, quantize, device, max_context: context }) {
   if (!architecture) return "starts with the first request";
-  return `${architecture}, ${short(parameters)} parameters, ${dtype} on ${device}, context ${short(context)}`;
+  const format = !quantize || quantize === "none" ? dtype : `${dtype} with ${quantize} weights`;
+  return `${architecture}, ${short(parameters)} parameters, ${format} on ${device}, context ${short(context)}`;
 }
 
 function machine({ machine_bytes: total, available_bytes: available }) {
