@@ -15,6 +15,7 @@ from typing import Literal
 from lorimer import types
 from lorimer.client.admin import AdminClient
 from lorimer.client.auth import claims_of
+from lorimer.client.episodes import EpisodesClient
 from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import metrics_path, read_metrics
@@ -34,7 +35,7 @@ def _checkpoint_path(tinker_path: str) -> str:
     return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
 
 
-class RestClient(AdminClient, RunsClient):
+class RestClient(AdminClient, RunsClient, EpisodesClient):
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(
