@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import event
 
-from lorimer.store import Store, checkpoints, futures, metrics, moves, runs, samplers, sessions, usage, users
+from lorimer.store import Store, checkpoints, episodes, futures, metrics, moves, runs, samplers, sessions, usage, users
 from lorimer.store.tables import metadata
 from lorimer.store.values import utc_now
 from lorimer.types.sessions import SessionSearchRequest
@@ -36,6 +36,9 @@ QUESTIONS = {
     "expired": lambda c: checkpoints.expired(c, NOW),
     "samplers": lambda c: samplers.list_samplers(c, "s"),
     "key": lambda c: users.find_key(c, "tml-x"),
+    "episodes": lambda c: episodes.list_episodes(c, "r", after=3),
+    "turns": lambda c: episodes.read_turns(c, "r", "e", after=3),
+    "expired episodes": lambda c: episodes.expire(c, idle_before=NOW, finished_before=NOW),
     "usage": lambda c: usage.usage_events(c, user_id="u", start=NOW, end=NOW),
 }
 

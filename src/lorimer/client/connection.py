@@ -163,6 +163,15 @@ class Connection:
             return console_url(*segments)
         return "/".join([self.base_url, "console", *(quote(segment, safe=":") for segment in segments)])
 
+    async def address(self) -> tuple[str, str]:
+        """Where programs outside of this process reach the server, and the key to show; it may be empty.
+
+        A service in this process begins to listen on loopback.
+        """
+        header = await self.transport.credentials.header()
+        url = await embedded.service().listen() if self.is_local else self.base_url
+        return url, next(iter(header.values()), "")
+
     def close(self) -> None:
         self.run(self.transport.close())
 

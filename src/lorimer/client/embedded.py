@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -109,6 +110,7 @@ class EmbeddedService:
         self._stack: AsyncExitStack | None = None
         self._app: Any = None
         self._settings: Any = None
+        self._listening: tuple[str, Any, asyncio.Future[Any]] | None = None
 
     async def open(self, model: str | None) -> httpx2.AsyncBaseTransport:
         async with self._opening:
@@ -141,6 +143,27 @@ class EmbeddedService:
                 "name all models in LORIMER_MODELS before the first client is made"
             )
 
+    async def listen(self) -> str:
+        """Listen on a free port of loopback, for programs outside of this process. Return the URL."""
+        async with self._opening:
+            if self._app is None:
+                raise TinkerError("there is no service in this process yet; a client of it is made first")
+            if self._listening is None:
+                serving = importlib.import_module("lorimer.server.serve")
+                listener = serving.bind(replace(self._settings, host="127.0.0.1", port=0))
+                url = serving.url_of(listener)
+                server = serving.EmbeddedServer(self._app, listener, self._settings)
+                self._listening = url, server, asyncio.ensure_future(server.serve())
+            return self._listening[0]
+
+    async def _close(self, stack: AsyncExitStack) -> None:
+        if self._listening is not None:
+            _, server, serving = self._listening
+            self._listening = None
+            server.stop()
+            await asyncio.wait({serving}, timeout=END_SECONDS / 10)
+        await stack.aclose()
+
     @property
     def is_running(self) -> bool:
         return self._app is not None
@@ -149,7 +172,7 @@ class EmbeddedService:
         """Secure every run and end the engine."""
         if self._stack is not None and self.loop.pid == os.getpid():
             stack, self._stack, self._app = self._stack, None, None
-            self.loop.run(stack.aclose()).result(END_SECONDS)
+            self.loop.run(self._close(stack)).result(END_SECONDS)
 
 
 def _server() -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from typing import Literal
 from lorimer import types
 from lorimer.client.admin import AdminClient
 from lorimer.client.auth import claims_of
+from lorimer.client.episodes import EpisodesClient
 from lorimer.client.errors import ExperimentalWarning, TinkerError
 from lorimer.client.evaluations import EvaluationsClient
 from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
@@ -36,7 +37,7 @@ def _checkpoint_path(tinker_path: str) -> str:
     return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
 
 
-class RestClient(AdminClient, RunsClient, RolloutsClient, EvaluationsClient):
+class RestClient(AdminClient, RunsClient, RolloutsClient, EvaluationsClient, EpisodesClient):
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(

@@ -291,6 +291,11 @@ class SamplingClient:
 
     # ── about the weights ─────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def sampling_session_id(self) -> str:
+        """What the server calls these weights; episodes of programs outside can be answered by it."""
+        return self._sampling_session_id
+
     def _get_sampler(self) -> AwaitableConcurrentFuture[types.GetSamplerResponse]:
         path = f"/api/v1/samplers/{self._sampling_session_id}"
         return self._connection.run(self._connection.transport.ask(types.GetSamplerResponse, "GET", path))

@@ -72,4 +72,10 @@ class SchedulerLimits:
         float, Setting("Other unnamed samplers are kept this long after their last use.", 0)
     ] = 3600.0
     run_seconds: Annotated[float, Setting("A run without requests keeps its state this long.", 0)] = 30 * 86_400.0
+    episode_idle_seconds: Annotated[
+        float, Setting("An episode of a program outside expires this long after its last turn without a reward.", 0)
+    ] = 3600.0
+    episode_seconds: Annotated[
+        float, Setting("An episode of a program outside is kept this long after its end.", 0)
+    ] = 7 * 86_400.0
     recent_result_bytes: Annotated[int, Setting("Memory for finished results, besides the database.", 0)] = 64 << 20

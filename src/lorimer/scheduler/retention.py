@@ -1,4 +1,4 @@
-"""The periodic sweep: deletes expired results, checkpoints, samplers, runs and weights, and evicts them from memory.
+"""The periodic sweep: deletes expired results, episodes, checkpoints, samplers, runs and weights, in memory too.
 
 Also deletes what a crashed server left in an object store; what it left in the data directory goes at the next start.
 """
@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from lorimer.scheduler import payloads
 from lorimer.scheduler.events import Expired
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.store import audit, checkpoints, futures, leases, runs, samplers, weights
+from lorimer.store import audit, checkpoints, episodes, futures, leases, runs, samplers, weights
 from lorimer.store.retention import ORPHAN_AGE, known_names, sweep_objects
 from lorimer.store.runs import Run
 from lorimer.store.samplers import SamplingSession
@@ -49,6 +49,12 @@ async def sweep(owner: "Owner") -> None:
         )
         if not (freed.results or freed.payloads or freed.rows):
             break
+    while await owner.store.write(
+        episodes.expire,
+        idle_before=now - timedelta(seconds=limits.episode_idle_seconds),
+        finished_before=now - timedelta(seconds=limits.episode_seconds),
+    ):
+        pass
     gone = await owner.store.write(_forget, now, limits)
     for driver in owner.drivers.values():
         driver.post(Expired([run.model_id for run in gone.runs if run.base_model == driver.name]))

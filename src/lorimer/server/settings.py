@@ -247,6 +247,13 @@ class Settings(SchedulerLimits):
     max_rollout_bytes_per_run: Annotated[
         int, Setting("Most bytes of those, as they are stored; beyond them older steps are thinned too.", KIB)
     ] = 256 * MIB
+    max_episodes_per_run: Annotated[
+        int, Setting("Most episodes of programs outside that one run has; more are answered 429.", 1)
+    ] = 100_000
+    max_episode_bytes_per_run: Annotated[
+        int, Setting("Most bytes of their tokens and logprobs; then no turn is begun until some are deleted.", 1)
+    ] = 4096 * MIB
+    max_turns_per_episode: Annotated[int, Setting("Most requests of one episode.", 1)] = 1000
     max_stored_bytes: int = SchedulerLimits.max_stored_bytes
     requests_per_second: Annotated[
         float,
@@ -330,6 +337,8 @@ class Settings(SchedulerLimits):
     sampler_idle_seconds: float = SchedulerLimits.sampler_idle_seconds
     ephemeral_seconds: float = SchedulerLimits.ephemeral_seconds
     run_seconds: float = SchedulerLimits.run_seconds
+    episode_idle_seconds: float = SchedulerLimits.episode_idle_seconds
+    episode_seconds: float = SchedulerLimits.episode_seconds
     download_seconds: Annotated[float, Setting("How long a signed download URL works.", 1)] = 3600.0
 
     def __post_init__(self) -> None:

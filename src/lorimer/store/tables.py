@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = "0012"
+SCHEMA_VERSION = "0013"
 """The newest revision in `migrations/versions`."""
 
 
@@ -563,6 +563,69 @@ system_samples = Table(
     Column("at", BigInteger, primary_key=True, autoincrement=False),
     Column("data", LargeBinary, nullable=False),
     Index(None, "period", "at"),
+)
+
+episode_runs = Table(
+    "episode_runs",
+    metadata,
+    _of_tracked_run(),
+    _text("sampler", null=True),
+    Column("temperature", Double, nullable=True),
+    Column("max_tokens", BigInteger, nullable=True),
+    _time("updated_at", null=True),
+    Column("num_created", BigInteger, nullable=False),
+    Column("num_episodes", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+)
+
+episodes = Table(
+    "episodes",
+    metadata,
+    _of_tracked_run(),
+    _id("episode_id"),
+    Column("number", BigInteger, nullable=False),
+    _text("state"),
+    _text("sampler", null=True),
+    Column("temperature", Double, nullable=True),
+    Column("max_tokens", BigInteger, nullable=True),
+    Column("seed", BigInteger, nullable=True),
+    Column("reward", Double, nullable=True),
+    Column("reward_parts", Json, nullable=False),
+    Column("user_metadata", Json, nullable=False),
+    _text("error", null=True),
+    Column("num_begun", BigInteger, nullable=False),
+    Column("num_turns", BigInteger, nullable=False),
+    Column("num_tokens", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    _time("created_at"),
+    _time("last_used_at"),
+    _time("finished_at", null=True),
+    UniqueConstraint("run_id", "number"),
+    Index(None, "finished_at"),
+    _part("ix_episodes_open", "last_used_at", where="state = 'open'"),
+)
+
+# The tokens of a turn are a blob, whose owner is the turn_id.
+turns = Table(
+    "turns",
+    metadata,
+    _id("turn_id"),
+    _text("run_id"),
+    _text("episode_id"),
+    Column("number", BigInteger, nullable=False),
+    Column("choice", BigInteger, nullable=False),
+    _text("kind"),
+    _text("stop_reason"),
+    _text("sampler"),
+    Column("temperature", Double, nullable=False),
+    Column("top_p", Double, nullable=False),
+    Column("top_k", BigInteger, nullable=False),
+    Column("seed", BigInteger, nullable=True),
+    Column("is_constrained", Boolean, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    _time("started_at"),
+    _time("finished_at"),
+    UniqueConstraint("run_id", "episode_id", "number", "choice"),
 )
 
 

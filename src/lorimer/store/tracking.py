@@ -13,7 +13,7 @@ import orjson
 from sqlalchemy import Connection, delete, func, select, update
 
 from lorimer.errors import InvalidInput
-from lorimer.store import audit, checkpoints, futures, rollouts
+from lorimer.store import audit, checkpoints, episodes, futures, rollouts
 from lorimer.store import metrics as metric_log
 from lorimer.store.run_names import readable_name
 from lorimer.store.runs import Run
@@ -235,7 +235,7 @@ def report_progress(c: Connection, model_id: str, steps_done: int) -> None:
 
 
 def remove(c: Connection, run: TrackedRun) -> None:
-    """Delete a run with its checkpoints, metrics and rollouts. Its training runs are expired by the next sweep.
+    """Delete a run with its checkpoints, metrics, rollouts and episodes; the next sweep expires its training runs.
 
     Refuse a run with queued operations.
     """
@@ -250,6 +250,7 @@ def remove(c: Connection, run: TrackedRun) -> None:
     for table in (metrics, metric_names, metric_totals, metric_states):
         c.execute(delete(table).where(table.c.model_id.in_(parts)))
     rollouts.remove_all(c, run.run_id)
+    episodes.remove_of_run(c, run.run_id)
     orphans = update(tracked_runs).where(tracked_runs.c.parent_run_id == run.run_id)
     c.execute(orphans.values(parent_run_id=None))
     c.execute(delete(tracked_runs).where(tracked_runs.c.run_id == run.run_id))

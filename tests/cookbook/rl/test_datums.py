@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorimer.cookbook.completers import TokensWithLogprobs
 from lorimer.cookbook.rl.datums import assemble_training_data, merge_equal, trajectory_to_data
@@ -102,3 +104,70 @@ def test_one_datum_for_equal_ones_has_their_gradient(loss_fn, service):
         changed.append(np.concatenate(logprobs([often, once])) - np.concatenate(before))
     assert np.abs(changed[0]).max() > 0.01
     np.testing.assert_allclose(changed[0], changed[1], rtol=1e-3, atol=1e-5)
+
+
+# ── branches: parallel calls and rewritten histories ──────────────────────────────────────────────────
+
+
+def test_parallel_conversations_are_one_datum_each():
+    turns = trajectory(turn([1], [2]), turn([9], [8]), turn([1, 2, 3], [4]), turn([9, 8, 7], [6]))
+    first, second = trajectory_to_data(turns, 1.0)
+    assert first.tokens.tolist() == [1, 2, 3, 4] and first.mask.tolist() == [1, 0, 1]
+    assert second.tokens.tolist() == [9, 8, 7, 6] and second.mask.tolist() == [1, 0, 1]
+
+
+def test_the_second_branch_has_the_common_turn_as_context():
+    first, second = trajectory_to_data(trajectory(turn([1], [2]), turn([1, 2, 3], [4]), turn([1, 2, 5], [6])), 1.0)
+    assert first.tokens.tolist() == [1, 2, 3, 4] and first.mask.tolist() == [1, 0, 1]
+    assert second.tokens.tolist() == [1, 2, 5, 6] and second.mask.tolist() == [0, 0, 1]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Transition]:
+    """Turns of an episode: each goes on from some earlier one, changes a token of it, or begins anew."""
+    small = st.integers(0, 2)
+    turns: list[Transition] = []
+    for number in range(draw(st.integers(1, 8))):
+        base = draw(st.sampled_from([[], *([*one.ob.to_ints(), *one.ac.tokens] for one in turns)]))
+        prompt = [*base, *draw(st.lists(small, max_size=3))] or [0]
+        if draw(st.integers(0, 4)) == 0:
+            place = draw(st.integers(0, len(prompt) - 1))
+            prompt[place] = draw(small)
+        tokens = draw(st.lists(small, max_size=3))
+        logprobs = [-(number + 1) - place / 10 for place in range(len(tokens))]
+        turns.append(Transition(ModelInput.from_ints(prompt), TokensWithLogprobs(tokens, logprobs), 0.0, False))
+    return turns
+
+
+def model_of_chains(turns: list[Transition]) -> list[list[Transition]]:
+    """Turns by datum, told with strings: a turn joins the longest text that its prompt begins with, else begins one."""
+    texts: dict[int, str] = {}
+    chains: dict[int, list[Transition]] = {}
+    for number, one in enumerate(turns):
+        prompt = "".join(map(str, one.ob.to_ints()))
+        fitting = [key for key in texts if prompt.startswith(texts[key])]
+        key = max(fitting, key=lambda key: (len(texts[key]), -key), default=number)
+        texts[key] = prompt + "".join(map(str, one.ac.tokens))
+        chains.setdefault(key, []).append(one)
+    return list(chains.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(conversations())
+def test_every_sampled_token_is_trained_once_behind_its_own_prompt(turns):
+    data = trajectory_to_data(trajectory(*turns), 2.0)
+    chains = [chain for chain in model_of_chains(turns) if any(one.ac.tokens for one in chain)]
+    assert len(data) == len(chains)
+    for datum, chain in zip(data, chains, strict=True):
+        logprobs = np.zeros(len(datum.tokens), np.float32)
+        mask = np.zeros(len(datum.tokens), np.float32)
+        for one in chain:
+            prompt, num_tokens = one.ob.to_ints(), len(one.ac.tokens)
+            end = len(prompt) + num_tokens
+            assert datum.tokens[:end].tolist() == prompt + one.ac.tokens  # it was sampled after exactly this
+            assert not mask[len(prompt) : end].any()
+            mask[len(prompt) : end] = 1
+            logprobs[len(prompt) : end] = one.ac.logprobs
+        assert datum.mask.tolist() == mask[1:].tolist()
+        assert datum.logprobs.tolist() == logprobs[1:].tolist()
+        assert datum.advantages.tolist() == (2 * mask[1:]).tolist()

@@ -1,18 +1,20 @@
 """From trajectories to training data.
 
-Turns of a trajectory share one datum as long as each prompt is the previous prompt, the previous action and something
-more: a long episode then costs one pass over its tokens and not one for each turn. Where a prompt is not such an
-extension, for instance because the template drops old thinking, a new datum begins. What several trajectories of a
+A turn whose prompt begins with all tokens of an earlier turn, its action included, is appended to the datum of that
+turn: a long episode then costs one pass over its tokens and not one for each turn. Where a prompt extends none, for
+instance because the template drops old thinking or a program rewrote the history, a new datum begins; so it does for
+the second of two turns that extend the same one. Every sampled token is trained once. What several trajectories of a
 group said alike, with the same reward, is one datum that weighs as much: short replies are often the same.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lorimer.cookbook.completers import TokensWithLogprobs
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup
 from lorimer.types import Datum, EncodedTextChunk, ModelInput
 
@@ -39,37 +41,45 @@ class RolloutDatum:
         return Datum(ModelInput(chunks=[text]), inputs)  # type: ignore[arg-type]
 
 
+@dataclass
+class _Chain:
+    """The turns of one datum."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+
+    def is_prefix_of(self, prompt: list[int]) -> bool:
+        return prompt[: len(self.tokens)] == self.tokens
+
+    def append(self, prompt: list[int], action: TokensWithLogprobs) -> None:
+        added = prompt[len(self.tokens) :]
+        self.tokens += added + action.tokens
+        self.logprobs += [0.0] * len(added) + action.logprobs
+        self.mask += [0.0] * len(added) + [1.0] * len(action.tokens)
+
+    def to_data(self, advantage: float) -> RolloutDatum:
+        is_sampled = np.array(self.mask[1:], np.float32)
+        return RolloutDatum(
+            np.array(self.tokens, np.int64),
+            np.array(self.logprobs[1:], np.float32),
+            (advantage * is_sampled).astype(np.float32),
+            is_sampled,
+        )
+
+
 def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[RolloutDatum]:
     """The data of a trajectory, every sampled token with the same advantage. Turns without tokens leave no trace."""
-    data: list[RolloutDatum] = []
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    mask: list[float] = []
-
-    def close() -> None:
-        if any(mask):
-            is_sampled = np.array(mask[1:], np.float32)
-            data.append(
-                RolloutDatum(
-                    np.array(tokens, np.int64),
-                    np.array(logprobs[1:], np.float32),
-                    (advantage * is_sampled).astype(np.float32),
-                    is_sampled,
-                )
-            )
-        for values in (tokens, logprobs, mask):
-            values.clear()
-
+    chains: list[_Chain] = []
     for step in trajectory.transitions:
         prompt = step.ob.to_ints()
-        if prompt[: len(tokens)] != tokens:
-            close()
-        added = prompt[len(tokens) :]
-        tokens += added + step.ac.tokens
-        logprobs += [0.0] * len(added) + step.ac.logprobs
-        mask += [0.0] * len(added) + [1.0] * len(step.ac.tokens)
-    close()
-    return data
+        extended = [chain for chain in chains if chain.is_prefix_of(prompt)]
+        if not extended:
+            chains.append(_Chain())
+        # The longest has most of the prompt already.
+        longest = max(extended, key=lambda chain: len(chain.tokens), default=chains[-1])
+        longest.append(prompt, step.ac)
+    return [chain.to_data(advantage) for chain in chains if any(chain.mask)]
 
 
 def assemble_training_data(

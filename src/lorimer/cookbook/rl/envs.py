@@ -10,10 +10,14 @@ Legend: G trajectories of a group, P groups of a batch.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lorimer.cookbook.completers import StopCondition, TokensWithLogprobs
+from lorimer.errors import Unsupported
 from lorimer.types import ModelInput, RolloutToolCall
+
+if TYPE_CHECKING:
+    from lorimer.cookbook.rl.rollouts import Policy
 
 Action: TypeAlias = list[int]
 Observation: TypeAlias = ModelInput
@@ -46,6 +50,19 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, action: Action) -> StepResult: ...
+
+
+class SelfPlayedEnv(Env):
+    """One episode that is not played turn by turn: something else asks the policy, and its turns are read later."""
+
+    @abstractmethod
+    async def play(self, policy: "Policy") -> "Trajectory": ...
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        raise Unsupported(f"{type(self).__name__} plays its episode itself; do_group_rollout is accepted")
+
+    async def step(self, action: Action) -> StepResult:
+        raise Unsupported(f"{type(self).__name__} plays its episode itself; do_group_rollout is accepted")
 
 
 @dataclass(frozen=True)

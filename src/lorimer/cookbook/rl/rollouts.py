@@ -18,7 +18,15 @@ from lorimer.cookbook.completers import (
     TokensWithLogprobs,
     derive_seed,
 )
-from lorimer.cookbook.rl.envs import Env, EnvGroupBuilder, Observation, Trajectory, TrajectoryGroup, Transition
+from lorimer.cookbook.rl.envs import (
+    Env,
+    EnvGroupBuilder,
+    Observation,
+    SelfPlayedEnv,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+)
 from lorimer.errors import InvalidInput
 
 log = logging.getLogger("lorimer")
@@ -39,6 +47,8 @@ class Policy:
     """Of the prompt and all turns together, for instance the model's context; a longer episode ends there."""
     step: int = 0
     """Of training, at which the weights were taken."""
+    run_id: str = ""
+    """The run that they belong to, for episodes of programs outside."""
 
     def seeded(self, *parts: int | str) -> "Policy":
         """The same policy with a seed of its own."""
@@ -99,11 +109,13 @@ async def do_group_rollout(builder: EnvGroupBuilder, policy: Policy) -> Trajecto
         envs = list(await builder.make_envs())
         starts: Sequence[Start | None] = [None] * len(envs)
         firsts: Sequence[TokensWithLogprobs | None] = [None] * len(envs)
-        if builder.shares_start and envs:
+        if builder.shares_start and envs and not any(isinstance(env, SelfPlayedEnv) for env in envs):
             starts, firsts = await _shared_start(envs, policy)
         played = await asyncio.gather(
             *(
-                do_single_rollout(
+                env.play(policy.seeded(index))
+                if isinstance(env, SelfPlayedEnv)
+                else do_single_rollout(
                     policy.completer(index),
                     env,
                     start=start,

@@ -246,6 +246,7 @@ class Run:
             seed=self.config.seed,
             max_trajectory_tokens=self.config.max_trajectory_tokens,
             step=step,
+            run_id=self.training.client.model_id,
         )
 
     def update(self, step: int) -> Update:

@@ -18,7 +18,7 @@ from lorimer.chat.tools import Call
 from lorimer.scheduler.streaming import Piece
 from lorimer.server.context import context_of
 from lorimer.server.openai import generating
-from lorimer.server.openai.generating import Choice, Source, TokenScore, Wanted, check_room, find_source
+from lorimer.server.openai.generating import Choice, Record, Source, TokenScore, Wanted, check_room, find_source
 from lorimer.server.openai.grammars import answer_grammar, chosen_tools, tool_syntax
 from lorimer.server.openai.images import images_of, prompt_with
 from lorimer.server.openai.parameters import BadParameter
@@ -36,6 +36,7 @@ class ChatJob:
     source: Source
     wanted: Wanted
     form: AnswerFormat
+    record: Record | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     answer_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
 
@@ -52,9 +53,12 @@ class ChatJob:
         ]
 
 
-async def prepare(request: Request, body: ChatRequest) -> ChatJob:
-    """Render and encode the messages; everything that can be refused before sampling is refused here."""
-    source = await find_source(request, body.model)
+async def prepare(request: Request, body: ChatRequest, source: Source | None = None) -> ChatJob:
+    """Render and encode the messages; everything that can be refused before sampling is refused here.
+
+    Without a ``source`` the model that the body names answers.
+    """
+    source = source or await find_source(request, body.model)
     return await asyncio.to_thread(_prepare, body, source, context_of(request).settings)
 
 
@@ -205,7 +209,7 @@ def shown_message(parts: list[Part]) -> dict[str, Any]:
 async def answer(request: Request, job: ChatJob) -> dict[str, Any]:
     """The whole answer, when it is there."""
     samples = generating.start(request, job.source, job.body, [job.wanted])
-    (response,) = await generating.whole(samples)
+    (response,) = await generating.whole(samples, job.record)
     return completion(job, response, samples[0].tokens)
 
 
@@ -243,7 +247,7 @@ async def chunks(request: Request, job: ChatJob) -> AsyncGenerator[Mapping[str, 
     with_usage = options is not None and options.include_usage
     if with_usage:
         head["usage"] = None
-    async with aclosing(generating.streamed(samples)) as pieces:
+    async with aclosing(generating.streamed(samples, job.record)) as pieces:
         async for _, piece in pieces:
             choice = choices[piece.index]
             deltas = [] if piece.index in begun else [{"role": "assistant", "content": ""}]

@@ -14,7 +14,7 @@ from lorimer import types
 from lorimer.errors import TooLarge
 from lorimer.server.openai import generating
 from lorimer.server.openai.detokenizing import Detokenizer
-from lorimer.server.openai.generating import Choice, Source, TokenScore, Wanted, check_room, find_source
+from lorimer.server.openai.generating import Choice, Record, Source, TokenScore, Wanted, check_room, find_source
 from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import CompletionRequest
 from lorimer.server.openai.usage import Usage
@@ -30,6 +30,7 @@ class CompletionJob:
     body: CompletionRequest
     source: Source
     wanted: list[Wanted]
+    record: Record | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     answer_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
 
@@ -51,12 +52,12 @@ class CompletionJob:
         ]
 
 
-async def prepare(request: Request, body: CompletionRequest) -> CompletionJob:
+async def prepare(request: Request, body: CompletionRequest, source: Source | None = None) -> CompletionJob:
     if body.stream and body.echo and body.logprobs is not None:
         raise BadParameter(
             "echo", "echo with logprobs is not available in a stream; send stream false", "unsupported_parameter"
         )
-    source = await find_source(request, body.model)
+    source = source or await find_source(request, body.model)
     return await asyncio.to_thread(_prepare, body, source)
 
 
@@ -93,7 +94,7 @@ def prompt_text(job: CompletionJob, number: int) -> str:
 async def answer(request: Request, job: CompletionJob) -> dict[str, Any]:
     """The whole answer, when it is there."""
     samples = generating.start(request, job.source, job.body, job.wanted)
-    responses = await generating.whole(samples)
+    responses = await generating.whole(samples, job.record)
     choices, shown = job.choices(), []
     for number, response in enumerate(responses):
         prompt = prompt_text(job, number) if job.body.echo else ""
@@ -191,7 +192,7 @@ async def chunks(request: Request, job: CompletionJob) -> AsyncGenerator[Mapping
     with_usage = options is not None and options.include_usage
     if with_usage:
         head["usage"] = None
-    async with aclosing(generating.streamed(samples)) as pieces:
+    async with aclosing(generating.streamed(samples, job.record)) as pieces:
         async for number, piece in pieces:
             choice = choices[number * job.body.n + piece.index]
             text = "".join(choice.add(piece)) if job.body.max_tokens else ""

@@ -6,7 +6,7 @@ the end makes no difference to a choice, so that streamed and whole answers are 
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -171,6 +171,8 @@ def finite(logprob: float) -> float:
 
 
 Samples = list[DirectSample]
+Record = Callable[[int, types.ModelInput, Piece], Awaitable[None]]
+"""Stores a whole sequence, with its number among all of the request and its prompt, before it is answered."""
 
 
 def start(request: Request, source: Source, body: Sampling, wanted: Sequence[Wanted]) -> Samples:
@@ -198,17 +200,26 @@ def close(samples: Samples) -> None:
         sample.close()
 
 
-async def whole(samples: Samples) -> list[types.SampleResponse]:
-    """All results; the first error ends the others."""
+async def whole(samples: Samples, record: Record | None = None) -> list[types.SampleResponse]:
+    """All results, recorded; the first error ends the others."""
     try:
         # Not gathered: whoever stops waiting for it would cancel the answers, and not the samples.
         await asyncio.wait([sample.answer for sample in samples], return_when=asyncio.FIRST_EXCEPTION)
         failed = [sample for sample in samples if sample.answer.done() and sample.answer.exception() is not None]
         if failed:
             raise named_images(failed[0], failed[0].answer.exception())
-        return [sample.answer.result() for sample in samples]
+        responses = [sample.answer.result() for sample in samples]
+        if record is not None:
+            for number, (sample, response) in enumerate(zip(samples, responses, strict=True)):
+                for piece in whole_pieces(response):
+                    await record(_place(sample, number, piece), sample.request.prompt, piece)
+        return responses
     finally:
         close(samples)
+
+
+def _place(sample: DirectSample, number: int, piece: Piece) -> int:
+    return number * sample.request.num_samples + piece.index
 
 
 def named_images(sample: DirectSample, error: BaseException | None) -> Exception:
@@ -232,8 +243,22 @@ def whole_pieces(response: types.SampleResponse) -> list[Piece]:
     ]
 
 
-async def streamed(samples: Samples) -> AsyncGenerator[tuple[int, Piece]]:
-    """Pieces of all samples as they come, with the number of the sample; the first error ends them all."""
+def joined_piece(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one sequence as one, without alternatives."""
+    return Piece(
+        pieces[0].index,
+        [token for piece in pieces for token in piece.tokens],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        stop_reason=pieces[-1].stop_reason,
+    )
+
+
+async def streamed(samples: Samples, record: Record | None = None) -> AsyncGenerator[tuple[int, Piece]]:
+    """Pieces of all samples as they come, with the number of the sample; the first error ends them all.
+
+    The last piece of a sequence comes after the whole sequence is recorded.
+    """
+    before: dict[int, list[Piece]] = {}
     queue: asyncio.Queue[tuple[int, list[Piece]] | Exception | None] = asyncio.Queue()
 
     async def follow(number: int, sample: DirectSample) -> None:
@@ -254,8 +279,14 @@ async def streamed(samples: Samples) -> AsyncGenerator[tuple[int, Piece]]:
             elif isinstance(item, Exception):
                 raise item
             else:
+                number, sample = item[0], samples[item[0]]
                 for piece in item[1]:
-                    yield item[0], piece
+                    if record is not None:
+                        place = _place(sample, number, piece)
+                        before.setdefault(place, []).append(piece)
+                        if piece.stop_reason is not None:
+                            await record(place, sample.request.prompt, joined_piece(before.pop(place)))
+                    yield number, piece
     finally:
         for task in tasks:
             task.cancel()

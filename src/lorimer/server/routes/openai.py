@@ -66,20 +66,28 @@ async def create_completion(request: Request) -> Response:
     """Complete one or more prompts."""
     body = await read_parameters(request, CompletionRequest)
     with Reader(request) as reader:
-        job = await reader.wait(completions.prepare(request, body))
-        if body.stream:
-            return await stream(reader, unnamed(completions.chunks(request, job)), show_error, DONE)
-        return reply(await reader.wait(completions.answer(request, job)))
+        return await answer_completion(request, reader, await reader.wait(completions.prepare(request, body)))
+
+
+async def answer_completion(request: Request, reader: Reader, job: completions.CompletionJob) -> Response:
+    """Answer a prepared request, as a stream or whole."""
+    if job.body.stream:
+        return await stream(reader, unnamed(completions.chunks(request, job)), show_error, DONE)
+    return reply(await reader.wait(completions.answer(request, job)))
 
 
 async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     body = await read_parameters(request, ChatRequest)
     with Reader(request) as reader:
-        job = await reader.wait(chat.prepare(request, body))
-        if body.stream:
-            return await stream(reader, unnamed(chat.chunks(request, job)), show_error, DONE)
-        return reply(await reader.wait(chat.answer(request, job)))
+        return await answer_chat(request, reader, await reader.wait(chat.prepare(request, body)))
+
+
+async def answer_chat(request: Request, reader: Reader, job: chat.ChatJob) -> Response:
+    """Answer a prepared request, as a stream or whole."""
+    if job.body.stream:
+        return await stream(reader, unnamed(chat.chunks(request, job)), show_error, DONE)
+    return reply(await reader.wait(chat.answer(request, job)))
 
 
 async def unnamed(chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncIterator[Event]:
