@@ -22,7 +22,15 @@ MAY_IMPORT = {
     "models": {"types"},
     "models.description": {"engine.model", "engine.adapters"},
     "models.export": {"types", "engine.model", "engine.adapters", "engine.training.batch"},
-    "scheduler": {"types", "store", "engine.messages", "engine.translation", "engine.process", "engine.config"},
+    "scheduler": {
+        "types",
+        "store",
+        "engine.messages",
+        "engine.translation",
+        "engine.process",
+        "engine.config",
+        "engine.reservations",
+    },
     "cluster": {"engine.config", "scheduler.placement", "server.settings", "server.setting_sources"},
     "server": {"types", "chat", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
     "console": set(),
@@ -38,7 +46,7 @@ MAY_IMPORT_IN_FUNCTIONS = {
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
 MAY_LOAD_TORCH = {"engine", "models", "cookbook", "recipes"}
-TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch"]
+TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch", "reservations"]
 LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
 
 
@@ -303,6 +311,7 @@ CONCERNS = {
     "service": "the way to a server",
     "sessions": "client programs",
     "settings": "of a server",
+    "snapshots": "what a run is restored from",
     "stops": "what ends a sequence",
     "telemetry": "of SDKs",
     "tokenizers": "files of a base model's tokenizer",

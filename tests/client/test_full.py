@@ -10,9 +10,11 @@ import psutil
 import pytest
 import tinker
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import lorimer
 from lorimer import types
+from lorimer.cli.download import download_checkpoint
 from tests.client.examples import batch, logprobs, prompt
 from tests.client.test_restart import Restartable
 from tests.conformance.servers import create_key, running_server
@@ -64,7 +66,7 @@ def words(process):
         return []
 
 
-def test_a_full_run_is_saved_loaded_and_sampled(service):
+def test_a_full_run_is_saved_loaded_and_sampled(service, tmp_path):
     trainer = service.create_training_client(MODEL, method="full")
     info = trainer.get_info()
     assert (info.method, info.is_lora, info.lora_rank) == ("full", False, None)
@@ -83,6 +85,12 @@ def test_a_full_run_is_saved_loaded_and_sampled(service):
         np.testing.assert_allclose([s.logprobs for s in after], [s.logprobs for s in before], atol=1e-6)
     run = service.create_rest_client().get_training_run(trainer.model_id).result()
     assert (run.method, run.is_lora, run.train_embed, run.train_norms) == ("full", False, True, True)
+    # What is downloaded is the model, without the state of training.
+    files = download_checkpoint(service.create_rest_client(), saved, tmp_path / "model", force=False)
+    names = {file.name for file in files}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not any(name.startswith("training_state") for name in names)
+    assert "model.embed_tokens.weight" in load_file(tmp_path / "model" / "model.safetensors")
     # In the same run, and in a new one.
     trainer.load_state_with_optimizer(saved).result(120)
     np.testing.assert_array_equal(take_steps(trainer, 2), expected[0])

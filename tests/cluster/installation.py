@@ -225,12 +225,17 @@ class Installation:
         command = [*LORIMER, "worker", "--config", str(self.config), "--data", str(self.data_of(name))]
         self.metrics_ports.append(free_port())
         command += ["--set", f"worker_metrics_port={self.metrics_ports[-1]}"]
-        member = self._member(name, command)
+        self.memory_of(number).mkdir(parents=True)
+        member = self._member(name, command, TMPDIR=str(self.memory_of(number)))
         self.workers.append(member)
         return member
 
-    def _member(self, name: str, command: list[str]) -> Member:
-        member = Member(name, command, self.directory / f"{name}.log", self._extra)
+    def memory_of(self, number: int) -> Path:
+        """Return where the engines of a worker reserve memory, as if it had a machine of its own."""
+        return self.directory / f"memory-{number}"
+
+    def _member(self, name: str, command: list[str], **extra: str) -> Member:
+        member = Member(name, command, self.directory / f"{name}.log", {**self._extra, **extra})
         self._stack.callback(member.stop)
         return member
 

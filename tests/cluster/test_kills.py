@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -17,6 +19,7 @@ import psutil
 import psycopg
 import pytest
 
+from lorimer.engine.reservations import reserve
 from tests.cluster.installation import Installation, Member, missing_programs
 from tests.faults.programs import Expected, RunningProgram, assert_same, expectation, finish_all
 from tests.faults.supervisor import eventually
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.timeout(3000 + 60 * NUM_KILLS)
 log = logging.getLogger(__name__)
 
 STEPS = 12
+SETTINGS = {"snapshot_seconds": 0.2, "full_idle_seconds": 15.0}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
     if missing := missing_programs():
         pytest.skip(missing)
     folder = tmp_path_factory.mktemp("cluster") / "installation"
-    with Installation(folder, {MODEL: MODEL}, num_replicas=1, users=["alice", "bob"], snapshot_seconds=0.2) as opened:
+    with Installation(folder, {MODEL: MODEL}, num_replicas=1, users=["alice", "bob"], **SETTINGS) as opened:
         try:
             yield opened
         except BaseException:
@@ -129,6 +133,83 @@ def test_a_stopped_worker_that_comes_back_has_changed_nothing(installation, keys
     assert victim.exit_codes[ended] == 75
     assert installation.postgres.execute("select max(finished_no), count(*) from futures") == before
     log.info("the worker was stopped for %.1f s of the program's time", program.longest_pause)
+
+
+def place_of(installation: Installation, program: RunningProgram) -> str | None:
+    return installation.postgres.execute(f"select replica from runs where model_id = '{program.model_id}'")[0][0]
+
+
+def test_a_full_run_is_taken_over_by_another_worker(installation, keys, tmp_path):
+    plans = [Plan(seed=6, steps=2 * STEPS, full=True)]
+    known = expected(installation, keys[:1], plans, tmp_path)
+    (program,) = start(installation, keys[:1], plans, tmp_path / "disturbed")
+    victims: list[Member] = []
+    for due in (STEPS // 2, STEPS):
+        eventually(lambda due=due: done([program]) >= due, f"{due} steps", 600)
+        place = place_of(installation, program)
+        assert place is not None and "#full-" in place
+        victims.append(worker_of(installation, place))
+        os.kill(victims[-1].pid, signal.SIGSTOP if due == STEPS else signal.SIGKILL)
+    try:
+        finish_all([program])
+    finally:
+        victims[-1].send(signal.SIGCONT)
+    assert assert_same(program, known[0]) <= 1e-6
+    log.info("the longest pause was %.1f s", program.longest_pause)
+
+
+@contextmanager
+def without_memory(installation: Installation, *numbers: int) -> Iterator[None]:
+    """Let all memory of workers be reserved by somebody else."""
+    held = []
+    with pytest.MonkeyPatch.context() as patch:
+        for number in numbers:
+            patch.setenv("TMPDIR", str(installation.memory_of(number)))
+            held.append(reserve("cpu", outstanding=1 << 50))
+    try:
+        yield
+    finally:
+        for one in held:
+            one.close()
+
+
+def nobody_has_full_replicas(installation: Installation) -> None:
+    query = "select name from replicas where name like '%#full-%' and owner_id is not null"
+    eventually(lambda: not installation.postgres.execute(query), "nobody owns them", 300)
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_full_run_is_placed_on_a_worker_with_enough_memory(installation, keys, tmp_path, poor):
+    nobody_has_full_replicas(installation)
+    with without_memory(installation, poor):
+        (program,) = start(installation, keys[:1], [Plan(seed=9, steps=4, full=True)], tmp_path)
+        eventually(lambda: done([program]) >= 1, "a step", 300)
+        place = place_of(installation, program)
+        assert place is not None
+        assert worker_of(installation, place) is installation.workers[1 - poor]
+        finish_all([program])
+
+
+def test_a_full_run_that_no_worker_has_the_memory_for_is_refused_with_the_numbers(installation, keys, tmp_path):
+    nobody_has_full_replicas(installation)
+    with without_memory(installation, 0, 1):
+        (program,) = start(installation, keys[:1], [Plan(seed=9, steps=4, full=True)], tmp_path)
+        program.process.wait(300)
+        program.stop()
+    assert re.search(r"needs \d+\.\d MiB, 0\.0 MiB free", program.stderr()), program.stderr()[-2000:]
+
+
+def test_replicas_of_full_runs_are_owned_only_while_they_have_work(installation, keys, tmp_path):
+    """Their workers leave them when the engine has ended, and the next run finds one again."""
+    plans = [Plan(seed=7 + number, steps=3, sample_every=2, full=True) for number in range(2)]
+    programs = start(installation, keys, plans, tmp_path)
+    eventually(lambda: all("run" in line for one in programs for line in one.lines[:1]), "runs", 300)
+    finish_all(programs)
+    query = "select name from replicas where name like '%#full-%' and owner_id is not null"
+    assert len(installation.postgres.execute(query)) > 0
+    nobody_has_full_replicas(installation)
+    (again,) = start(installation, keys[:1], [Plan(seed=9, steps=2, full=True)], tmp_path / "again")
+    finish_all([again])
 
 
 def test_a_worker_shows_its_metrics(installation):

@@ -1,13 +1,17 @@
 """Commands on an engine of the method ``full``: training, saving, loading and sampling of its one run."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.engine import Engine
+from lorimer.engine.reservations import reserve, reserved_bytes
 from lorimer.errors import CheckpointError, InvalidInput, TooLarge, Unsupported
 from lorimer.models.debug import make_debug_model
 from tests.engine.operations import make_operation, make_sample, settings
@@ -15,8 +19,16 @@ from tests.engine.operations import make_operation, make_sample, settings
 OPTIMIZERS = ("adamw", "muon", "adafactor", "adamw8bit", "schedule_free_adamw")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory):
+    """No other process of this machine reserves memory where these tests look."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("memory")))
+        yield
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(tmp_path_factory, alone):
     return Engine(settings(tmp_path_factory.mktemp("cache"), token_budget=64, method="full"))
 
 
@@ -45,9 +57,8 @@ def step(engine, model_id="m"):
     return engine.optim_step(messages.OptimStep(request_id="r", model_id=model_id, params={"learning_rate": 1e-3}))
 
 
-def save(engine, directory, model_id="m", weights_only=False):
-    command = messages.SaveState(request_id="r", model_id=model_id, directory=str(directory), weights_only=weights_only)
-    return engine.save_state(command)
+def save(engine, directory, model_id="m", **more):
+    return engine.save_state(messages.SaveState(request_id="r", model_id=model_id, directory=str(directory), **more))
 
 
 def load(engine, directory, model_id="m", optimizer=True):
@@ -82,14 +93,15 @@ def is_equal(ours, theirs):
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("is_snapshot", [False, True], ids=["checkpoint", "snapshot"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_saved_run_goes_on_bit_for_bit(empty, tmp_path, optimizer):
+def test_a_saved_run_goes_on_bit_for_bit(empty, tmp_path, optimizer, is_snapshot):
     create(empty, optimizer=optimizer)
     for seed in (0, 10):
         train(empty, seed=seed)
         step(empty)
     train(empty, seed=20)  # a gradient that is not applied yet is saved too
-    save(empty, tmp_path / "saved")
+    save(empty, tmp_path / "saved", is_snapshot=is_snapshot)
     saved = state(empty)
     step(empty)
     train(empty, seed=30)
@@ -218,8 +230,78 @@ def test_a_directory_that_does_not_fit_changes_nothing(empty, tmp_path):
         load(empty, tmp_path / "weights", "other", optimizer=False)
 
 
+def inodes(directory, word=""):
+    return {path.name: path.stat().st_ino for path in directory.glob("*.safetensors") if word in path.name}
+
+
+def test_a_snapshot_has_only_what_is_trained_and_shares_what_did_not_change(empty, tmp_path):
+    create(empty, train_attn=False, train_embed=False, train_unembed=False)
+    train(empty)
+    step(empty)
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    save(empty, a, is_snapshot=True)
+    kinds = {name.split("-", 1)[1].removesuffix("-00001.safetensors") for name in inodes(a)}
+    assert kinds == {f"{kind}-{group}" for kind in ("weight", "exp_avg", "exp_avg_sq") for group in ("mlp", "norms")}
+    for path in a.glob("*.safetensors"):
+        assert load_file(path).keys() <= {f"{path.name.split('-')[1]}/{name}" for name in empty._run("m").weights}
+    train(empty, seed=1)  # only the gradient differs
+    save(empty, b, is_snapshot=True, shares_with=str(a))
+    assert inodes(b).items() >= inodes(a).items() and len(inodes(b, "grad")) == 2
+    # A file that two have is not shared by a third one, so there are always two copies on the disk.
+    save(empty, c, is_snapshot=True, shares_with=str(a))
+    assert not set(inodes(c).values()) & set(inodes(b).values())
+    step(empty)
+    save(empty, d, is_snapshot=True, shares_with=str(c))
+    assert not set(inodes(d).values()) & set(inodes(c).values())
+    expected = state(empty)
+    for name in "abc":
+        shutil.rmtree(tmp_path / name)
+    drop(empty)
+    create(empty, train_attn=False, train_embed=False, train_unembed=False)
+    load(empty, d)
+    assert is_equal(state(empty), expected)
+    # A missing or foreign snapshot to share with is no error; a base with other weights is.
+    save(empty, a, is_snapshot=True, shares_with=str(tmp_path / "gone"))
+    embedding = empty.model.transformer.get_input_embeddings().weight
+    before = embedding[0, 0].item()
+    with torch.no_grad():
+        embedding[0, 0] += 1
+    empty._run("m").__dict__.pop("frozen_sha256", None)
+    with pytest.raises(CheckpointError, match="have changed since the snapshot was written"):
+        load(empty, a)
+    with torch.no_grad():
+        embedding[0, 0] = before
+    with pytest.raises(CheckpointError, match="is a snapshot"):
+        empty.load_sampler(messages.LoadSampler(request_id="r", sampler_id="s", directory=str(a)))
+
+
+def test_memory_of_training_stays_reserved_until_it_is_taken(empty):
+    state_bytes = 12 * empty.info.num_parameters
+    before = reserved_bytes() - empty._reservation.outstanding
+    create(empty)
+    assert empty._reservation.outstanding == state_bytes
+    train(empty)
+    assert empty._reservation.outstanding == state_bytes * 2 // 3
+    step(empty)
+    assert empty._reservation.outstanding == state_bytes // 3  # the next gradient
+    assert reserved_bytes() == before + state_bytes // 3
+    drop(empty)
+    assert empty._reservation.outstanding == state_bytes
+
+
+def test_an_engine_counts_on_nothing_that_another_has_reserved(tmp_path, monkeypatch, engine):
+    free = 2 * 16 * engine.info.num_parameters
+    monkeypatch.setattr("lorimer.engine.full.memory_need.free_bytes", lambda device: free)
+    taken = reserve("cpu", outstanding=free - reserved_bytes() - 1000)
+    with pytest.raises(TooLarge, match=r"full fine-tuning of .* needs \d+\.\d MiB, 0\.0 MiB free"):
+        Engine(settings(tmp_path, method="full"))
+    taken.close()
+    assert Engine(settings(tmp_path, method="full")).info.num_parameters == engine.info.num_parameters
+
+
 def test_memory_is_checked_first(tmp_path, monkeypatch, engine):
-    monkeypatch.setattr("lorimer.engine.full.memory_need.free_bytes", lambda device: 1 << 16)
+    free = (1 << 16) + reserved_bytes()
+    monkeypatch.setattr("lorimer.engine.full.memory_need.free_bytes", lambda device: free)
     with pytest.raises(TooLarge, match=r"needs \d+\.\d MiB, 0\.1 MiB free"):
         Engine(settings(tmp_path, method="full"))
     create(engine)

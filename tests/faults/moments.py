@@ -50,6 +50,9 @@ SNAPSHOTS = {
     "snapshot-named-but-not-on-record": Moment("engine", "open", r"/snapshots$", with_parent=True),
     "snapshot-on-record-and-the-old-one-not-gone": Moment("api", "shutil.rmtree", _SNAPSHOT),
 }
+FULL_SNAPSHOTS = {
+    "shard-begun": Moment("engine", "open", rf"{_SNAPSHOT}\.tmp-\w+/training_state-exp_avg-mlp"),
+}
 SAVES_AND_LOADS = {
     "save-begun": Moment("engine", "os.mkdir", _WEIGHTS),
     "save-half-written": Moment("engine", "open", rf"{_WEIGHTS}\.tmp-\w+/lorimer\.json$"),

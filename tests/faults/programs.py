@@ -98,13 +98,13 @@ class RunningProgram:
         return [one["checkpoint_id"] for one in answer.json()["checkpoints"]]
 
     def tensors(self, checkpoint_id: str) -> dict[str, np.ndarray]:
-        """The adapter of a checkpoint, as one downloads it."""
+        """The adapter or the model of a checkpoint, as one downloads it."""
         answer = self._get(f"/training_runs/{self.model_id}/checkpoints/{checkpoint_id}/archive")
         assert answer.status_code == 302, answer.text
         with urllib.request.urlopen(answer.headers["location"], timeout=60) as download:
             content = download.read()
         with tarfile.open(fileobj=BytesIO(content), mode="r") as archive:
-            member = archive.extractfile("adapter_model.safetensors")
+            member = archive.extractfile("model.safetensors" if self.plan.full else "adapter_model.safetensors")
             assert member is not None
             return load(member.read())
 

@@ -31,6 +31,8 @@ class Plan:
     """After this step the newest checkpoint is loaded, with its optimiser."""
     tokens: int = 24
     """Of a datum."""
+    full: bool = False
+    """Train the model's own weights instead of an adapter."""
 
     @property
     def argument(self) -> str:
@@ -43,7 +45,9 @@ class Program:
         self.began = time.monotonic()
         self.newest = ""
         service = tinker.ServiceClient()
-        self.trainer = service.create_lora_training_client(MODEL, rank=4, seed=plan.seed)
+        self.trainer = service.create_lora_training_client(
+            f"{MODEL}:full" if plan.full else MODEL, rank=4, seed=plan.seed
+        )
 
     def run(self) -> None:
         plan = self.plan

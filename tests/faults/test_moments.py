@@ -8,13 +8,14 @@ from contextlib import closing
 import pytest
 
 from tests.conformance.servers import create_key
-from tests.faults.moments import SAVES_AND_LOADS, SNAPSHOTS, STARTS, Fuse, Moment
+from tests.faults.moments import FULL_SNAPSHOTS, SAVES_AND_LOADS, SNAPSHOTS, STARTS, Fuse, Moment
 from tests.faults.programs import Expected, RunningProgram, assert_same, expectation
 from tests.faults.proxy import BreakingWire
 from tests.faults.supervisor import Supervisor, eventually
 from tests.faults.tenant import Plan
 
 PLAN = Plan(seed=3, steps=24, load_at=20)
+FULL_PLAN = Plan(seed=4, steps=24, load_at=20, full=True)
 OFTEN, SELDOM = 0.01, 600.0
 """Engine time between snapshots: after every step or so, and only where a load makes one."""
 
@@ -55,6 +56,11 @@ def expected(places) -> Expected:
     return expectation(places[SELDOM].program().finish())
 
 
+@pytest.fixture(scope="module")
+def expected_full(places) -> Expected:
+    return expectation(places[SELDOM].program(plan=FULL_PLAN).finish())
+
+
 def chosen(moments: dict[str, Moment]) -> list:
     return [pytest.param(moment, id=name) for name, moment in moments.items()]
 
@@ -66,13 +72,19 @@ def test_killed_while_a_snapshot_is_made(places, expected, moment):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("moment", chosen(SNAPSHOTS | FULL_SNAPSHOTS))
+def test_killed_while_a_snapshot_of_a_full_run_is_made(places, expected_full, moment):
+    strike(places[OFTEN], expected_full, moment, after_steps=2, plan=FULL_PLAN)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", chosen(SAVES_AND_LOADS))
 def test_killed_while_weights_are_saved_or_loaded(places, expected, moment):
     strike(places[SELDOM], expected, moment, after_steps=1)
 
 
-def strike(place: Place, expected: Expected, moment: Moment, after_steps: int) -> None:
-    program = place.program()
+def strike(place: Place, expected: Expected, moment: Moment, after_steps: int, plan: Plan = PLAN) -> None:
+    program = place.program(plan=plan)
     eventually(lambda: program.num_steps >= after_steps or not program.is_running, "some steps")
     place.fuse.arm(moment)
     finish_struck(place, program, expected)

@@ -12,7 +12,7 @@ from lorimer import types
 from lorimer.engine.config import EngineConfig
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.placement import replica_name
-from lorimer.scheduler.runs import Outcome
+from lorimer.scheduler.runs import Outcome, RunState
 from lorimer.scheduler.scheduler import Accepted, Scheduler
 from lorimer.scheduler.translate import encoded_sample, encoded_training
 from lorimer.store import checkpoints, runs, samplers, sessions, users, weights
@@ -98,10 +98,12 @@ class Service:
         user = await self.store.write(users.ensure_user, name)
         return user, await self.store.write(sessions.create_session, user_id=user.user_id)
 
-    async def create(self, user: User, session: Session, number: int = 0, seed: int = 7) -> Run:
-        lora = types.LoraConfig(rank=4, seed=seed)
+    async def create(
+        self, user: User, session: Session, number: int = 0, seed: int = 7, full: types.FullConfig | None = None
+    ) -> Run:
+        lora = types.LoraConfig(rank=4, seed=seed) if full is None else None
         request = types.CreateModelRequest(
-            session_id=session.session_id, model_seq_id=number, base_model=MODEL, lora_config=lora
+            session_id=session.session_id, model_seq_id=number, base_model=MODEL, lora_config=lora, full_config=full
         )
         accepted = await self.scheduler.create_model(user, session, request)
         await self.done(accepted)
@@ -109,10 +111,14 @@ class Service:
 
     async def park(self, user: User, run: Run) -> Run:
         """Have a run leave the engine, which ends with a snapshot; return its row."""
-        while (state := self.runs.get(run.model_id)) is not None and (state.phase == "loaded" or state.saving):
+        while (state := self._state(run)) is not None and (state.phase == "loaded" or state.saving):
             await self.scheduler.unload(user, run)
             await asyncio.sleep(0.005)
         return await self.run(run.model_id)
+
+    def _state(self, run: Run) -> RunState | None:
+        drivers = self.scheduler.owner.drivers.values()
+        return next((state for one in drivers if (state := one.core.runs.get(run.model_id)) is not None), None)
 
     async def run(self, model_id: str) -> Run:
         run = await self.store.read(runs.get_run, model_id)

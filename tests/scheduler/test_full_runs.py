@@ -1,5 +1,6 @@
 """The replicas of full runs: which there are, and when their engines end."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,30 @@ def test_an_idle_run_is_saved_before_its_engine_ends(core):
     effects = timer_fired(core, 600.0)
     assert [type(one.command) for one in effects if isinstance(one, events.Send)] == [SaveState]
     assert events.StopEngine not in kinds(effects) and run.is_leaving
+
+
+def saves(core, run):
+    core.touch(run)
+    return [one.command for one in core.handle([], 1.0) if isinstance(one, events.Send)]
+
+
+@pytest.mark.parametrize(("cost", "due"), [(0.1, 10.0), (3.0, 60.0)])
+def test_the_interval_of_snapshots_grows_with_their_cost(core, cost, due):
+    run = hold(core, snapshot_cost=cost, work_seconds=due - 0.1)
+    assert saves(core, run) == []
+    run.work_seconds = due
+    (command,) = saves(core, run)
+    assert isinstance(command, SaveState) and command.is_snapshot and not command.shares_with
+
+
+def test_a_snapshot_shares_files_only_with_the_one_that_it_replaces(core):
+    run = hold(core, work_seconds=20.0)
+    run.adopt(replace(run.row, newest_name="first", newest_seq=3))
+    assert saves(core, run)[0].shares_with == ""
+    run.end_saving()
+    run.work_seconds = 20.0
+    run.adopt(replace(run.row, snapshot_name="first", snapshot_seq=3, newest_name="second", newest_seq=6))
+    assert saves(core, run)[0].shares_with == "/data/snapshots/first"
 
 
 def test_work_begins_the_time_anew(core):

@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from lorimer import types
+from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.store import futures
 from lorimer.store.manifests import is_whole
 from lorimer.store.runs import NO_SNAPSHOT, Run
@@ -54,9 +56,9 @@ async def train(service: Service, user: User, run: Run, first: int, last: int) -
     await service.done(accepted)
 
 
-async def two_snapshots(service: Service, user: User, session: Session, number: int) -> Run:
+async def two_snapshots(service: Service, user: User, session: Session, number: int, **kind: Any) -> Run:
     """A run with snapshots after operations 3 and 6, and three operations after them."""
-    run = await service.create(user, session, number)
+    run = await service.create(user, session, number, **kind)
     await train(service, user, run, 1, 3)
     assert (await service.park(user, run)).snapshot_seq == NO_SNAPSHOT
     await train(service, user, run, 4, 6)
@@ -131,6 +133,29 @@ async def test_a_damaged_snapshot_makes_the_replay_longer(restarted, kind):
     if kind != "whole":
         assert run.newest_name not in (found.snapshot_name, found.newest_name)
         assert not (s.directory.snapshots / str(run.newest_name)).exists()
+
+
+async def test_a_full_run_falls_back_from_a_torn_shard(tmp_path):
+    """A torn shard of its moments, a lost one of its weights."""
+    full = types.FullConfig(train_embed=False, train_unembed=False)
+    shards = ["exp_avg-mlp", "weight-attn"]
+    s = await Service.open(tmp_path / "data", SchedulerLimits(max_full_runs=1))
+    user, session = await s.session()
+    expected = await undisturbed(s, user, session, 0, full=full)
+    runs = [await two_snapshots(s, user, session, number, full=full) for number in range(1, len(shards) + 1)]
+    runs = [await s.run(run.model_id) for run in runs]  # the second has had the first one evicted, and so saved again
+    await s.die()
+    for run, shard in zip(runs, shards, strict=True):
+        path = s.directory.snapshots / str(run.newest_name) / f"training_state-{shard}-00001.safetensors"
+        path.unlink() if shard == shards[-1] else tear(path)
+    s = await Service.open(tmp_path / "data", SchedulerLimits(max_full_runs=1))
+    try:
+        for run in runs:
+            await train(s, user, run, 10, 3 * STEPS)
+            assert_equal_weights(await s.save(user, run, 3 * STEPS + 1, "end"), expected)
+            assert not (s.directory.snapshots / str(run.newest_name)).exists()
+    finally:
+        await s.close()
 
 
 async def test_a_run_without_a_whole_snapshot_ends_with_the_name_of_the_file(restarted):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import Engine, event
 
-from lorimer.errors import InUse
-from lorimer.server.app import running
+from lorimer.errors import InUse, Unsupported
+from lorimer.server.app import make_scheduler, running
 from lorimer.server.settings import Settings
 from lorimer.server.upkeep import Periodic
 from lorimer.store import sessions
@@ -16,6 +16,16 @@ from lorimer.store import sessions
 
 def settings(tmp_path, **values):
     return Settings(data=tmp_path / "data", start_engines="lazy", **values)
+
+
+async def test_where_ray_places_workers_full_runs_are_refused_by_name(tmp_path):
+    chosen = settings(tmp_path, role="api", cluster="ray", database="postgresql://nobody@127.0.0.1:1/none")
+    async with running(settings(tmp_path)) as context:
+        given = context.store, context.directory, b"secret", context.credentials, context.scheduler.scratch
+        refusing = make_scheduler(chosen, *given)
+        assert refusing.limits.max_full_runs == 0
+        with pytest.raises(Unsupported, match="not offered where Ray places workers"):
+            refusing.full_replicas(next(iter(refusing.models)))
 
 
 async def test_second_server_on_the_data_directory_is_refused(tmp_path):

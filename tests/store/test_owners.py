@@ -234,6 +234,35 @@ def test_claims_are_shared_and_lost_replicas_say_so(store):
     assert found == {"m#0": "lost", "m#1": "idle", "m#2": "lost"}
 
 
+def test_one_replica_is_wanted_and_given_back(store):
+    store.write_now(owners.define, {"m#full-0": "m", "m#full-1": "m"})
+    for owner_id in ("a", "b"):
+        store.write_now(owners.register, owner_id, "node", "", LEASE)
+    user = store.write_now(users.ensure_user, "ada")
+    session = store.write_now(sessions.create_session, user_id=user.user_id)
+    before = utc_now()
+    for number, (lane, place) in enumerate([("run", "m#full-0"), (f"{session.session_id}:models", "m#full-1")]):
+        store.write_now(
+            futures.accept, user_id=user.user_id, session_id=session.session_id, kind="forward", lane=lane,
+            seq_id=number, payload=b"x", place=place,
+        )  # fmt: skip
+    waiting = store.read_now(futures.waiting_at, ["m#full-0", "m#full-1", "m#full-2"])
+    assert {place: creates for place, (_, creates) in waiting.items()} == {"m#full-0": False, "m#full-1": True}
+    assert all(before <= since <= utc_now() for since, _ in waiting.values())
+
+    def states():
+        return {row.name: (row.owner_id, row.state) for row in store.read_now(owners.list_replicas)}
+
+    store.write_now(owners.want, "m#full-0")
+    assert states()["m#full-0"] == (None, "wanted")
+    assert store.write_now(owners.claim, "a", ["m#full-0"]) == "m#full-0"
+    store.write_now(owners.want, "m#full-0")
+    store.write_now(owners.give_back, "b", "m#full-0")
+    assert states()["m#full-0"] == ("a", "idle"), "only its owner gives it back, and an owned one is not wanted"
+    store.write_now(owners.give_back, "a", "m#full-0")
+    assert states() == {"m#full-0": (None, "lost"), "m#full-1": (None, "lost")}
+
+
 def test_processes_agree_on_a_value(store):
     for _ in range(2):
         store.write_now(owners.agree, "secret", "one", "differs")

@@ -19,8 +19,9 @@ from lorimer.engine.adapters.lora import scale_of
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.full import checkpoints as full_checkpoints
 from lorimer.engine.full.full_run import FullRun, PublishedWeights, apply_step, create_full_run, publish
-from lorimer.engine.full.memory_need import STATE_BYTES, WEIGHT_BYTES, check_room, count_parameters
+from lorimer.engine.full.memory_need import reserve_memory, room_for_copy
 from lorimer.engine.full.sampling import FullSampler
+from lorimer.engine.full.snapshots import save_snapshot
 from lorimer.engine.messages import (
     CreateRun,
     Done,
@@ -117,16 +118,12 @@ class Engine:
         source = resolve(config.model, cache_directory=_cache(config), progress=report)
         report("choosing device and precision", None)
         device = open_device(config, shards.rank)
-        state_bytes = 0
-        if self._is_full:
-            num_parameters = count_parameters(source.directory)
-            state_bytes = STATE_BYTES * num_parameters
-            needed = WEIGHT_BYTES * num_parameters + state_bytes
-            check_room(f"full fine-tuning of {source.name!r} (weights, gradient, optimiser)", needed, device.handle)
-        report(f"loading {source.name}", None)
-        used_before = used_bytes(device.handle)
         # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
         first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
+        self._reservation = reserve_memory(source.name, source.directory, first.dtype, first.handle, self._is_full)
+        self._state_bytes = self._reservation.outstanding
+        report(f"loading {source.name}", None)
+        used_before = used_bytes(device.handle)
         self.model = load_model(
             source.directory,
             first,
@@ -143,9 +140,10 @@ class Engine:
         self.tokenizer = load_tokenizer(source.directory)
         self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
         # The base weights were loaded into the memory that was free at start.
+        self._reservation.loaded()
         loaded = used_bytes(device.handle) - used_before
         used = loaded if shards.is_alone else self.model.sharded_bytes(shards.size)
-        return device, max(0, (config.memory_bytes or max(0, device.memory_bytes - used)) - state_bytes)
+        return device, max(0, (config.memory_bytes or max(0, device.memory_bytes - used)) - self._state_bytes)
 
     def _shard(self, device: Device, report: Progress) -> None:
         """Keep this rank's part of the base."""
@@ -230,6 +228,7 @@ class Engine:
         if not self.shards.is_alone:
             batch = self._agree_on(batch, outcomes)
         results = self.trainer.run([item for _, item in batch], between_passes) if batch else []
+        self._count_taken()
         for (i, _), result in zip(batch, results, strict=True):
             outcomes[i] = result
         return [outcome for outcome in outcomes if outcome is not None]
@@ -264,7 +263,9 @@ class Engine:
         run = self._run(command.model_id)
         if isinstance(run, FullRun):
             self._is_base = False
-            return StepResult(metrics=apply_step(run, command.params))
+            metrics = apply_step(run, command.params)
+            self._count_taken()
+            return StepResult(metrics=metrics)
         return StepResult(metrics=optim.apply(run, command.params))
 
     def register_loss(self, command: RegisterLoss) -> StateResult:
@@ -276,7 +277,11 @@ class Engine:
         self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
         size = 0
         if isinstance(run, FullRun):
-            size = full_checkpoints.save(run, command.directory, weights_only=command.weights_only)
+            size = (
+                save_snapshot(run, command.directory, command.shares_with)
+                if command.is_snapshot
+                else full_checkpoints.save(run, command.directory, weights_only=command.weights_only)
+            )
         elif self.shards.rank == 0:
             size = checkpoints.save(
                 run,
@@ -288,18 +293,25 @@ class Engine:
         return StateResult(size_bytes=size, step=run.step, seconds=time.perf_counter() - start)
 
     def load_state(self, command: LoadState) -> StateResult:
-        run = self._run(command.model_id)
+        run, start = self._run(command.model_id), time.perf_counter()
         if isinstance(run, FullRun):
             self._is_base = False
             full_checkpoints.load(run, command.directory, optimizer=command.optimizer)
+            self._count_taken()
         else:
             checkpoints.load(run, self.model.targets, command.directory, optimizer=command.optimizer)
-        return StateResult(step=run.step)
+        return StateResult(step=run.step, seconds=time.perf_counter() - start)
 
     def drop_run(self, command: DropRun) -> StateResult:
         self._run(command.model_id)
         del self._runs[command.model_id]
+        self._count_taken()
         return StateResult()
+
+    def _count_taken(self) -> None:
+        """Reserve what gradient and optimiser of a full run, this one or the next, have not taken yet."""
+        taken = sum(run.memory_bytes for run in self._runs.values() if isinstance(run, FullRun))
+        self._reservation.set_outstanding(max(0, self._state_bytes - taken))
 
     def _run(self, model_id: str) -> Adapter | FullRun:
         if model_id not in self._runs:
@@ -319,16 +331,13 @@ class Engine:
         return StateResult()
 
     def _publish(self, run: FullRun) -> PublishedWeights:
-        self._check_copy("a copy of the weights for sampling")
-        return publish(run)
-
-    def _check_copy(self, what: str) -> None:
-        check_room(what, WEIGHT_BYTES * self.model.num_parameters, self.model.device.handle)
+        with room_for_copy("a copy of the weights for sampling", self._reservation, self.model):
+            return publish(run)
 
     def _load_frozen(self, directory: str) -> FrozenAdapter | PublishedWeights:
         if self._is_full:
-            self._check_copy("sampling from saved weights")
-            return PublishedWeights(full_checkpoints.load_published(self.model, directory))
+            with room_for_copy("sampling from saved weights", self._reservation, self.model):
+                return PublishedWeights(full_checkpoints.load_published(self.model, directory))
         config = checkpoints.read_config(directory)
         weights = checkpoints.load_weights(directory, self.model.targets, config)
         on = self.model.device.handle

@@ -165,12 +165,18 @@ class OptimStep(Message):
 
 
 class SaveState(Message):
-    """Write a run into an absent ``directory``: a PEFT adapter, and the training state unless ``weights_only``."""
+    """Write a run into an absent ``directory``: a PEFT adapter, and the training state unless ``weights_only``.
+
+    A full run becomes a Hugging Face directory, or with ``is_snapshot`` only what `LoadState` of such a run needs.
+    """
 
     request_id: str
     model_id: str
     directory: str
     weights_only: bool = False
+    is_snapshot: bool = False
+    shares_with: str = ""
+    """An older snapshot: what it has unchanged is linked, where that can be, and not written again."""
 
 
 class LoadState(Message):
@@ -306,7 +312,7 @@ class StepResult(Message):
 
 
 class StateResult(Message):
-    """Answers save, load, create and drop; sizes are of what was written, seconds what saving it took."""
+    """Answers save, load, create and drop; sizes are of what was written, seconds what saving or loading it took."""
 
     size_bytes: int = 0
     step: int = 0

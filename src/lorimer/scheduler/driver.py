@@ -113,6 +113,15 @@ class Driver:
         is_held = run is not None and not run.is_forgettable
         return is_held or any(operation.lane == model_id for operation in self._submits)
 
+    @property
+    def is_releasable(self) -> bool:
+        """Whether another process may compute this replica: nothing runs here, and nothing waits that could."""
+        if self.slot.state not in ("idle", "failed") or not self.inbox.is_empty or self.streams or self._commits:
+            return False
+        waiting = list(self.core.open.values())
+        creates = any(operation.lane.endswith(":models") for operation in waiting)
+        return not waiting or (self.slot.refusal is not None and not creates)
+
     def post(self, event: Event) -> None:
         self.inbox.post(event)
 

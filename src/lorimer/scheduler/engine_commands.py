@@ -47,7 +47,20 @@ def load_command(row: Run, directory: str, optimizer: bool) -> messages.LoadStat
 
 
 def save_command(core: "Core", model_id: str, name: str) -> messages.SaveState:
-    return messages.SaveState(request_id=f"snapshot:{name}", model_id=model_id, directory=str(core.snapshots / name))
+    """Return the command that writes a snapshot.
+
+    It shares files only with the one that it is going to replace: two that are kept share nothing, so that damage to
+    one leaves the other whole.
+    """
+    row = core.runs[model_id].row
+    oldest = row.snapshot_name if row.newest_name is not None else None
+    return messages.SaveState(
+        request_id=f"snapshot:{name}",
+        model_id=model_id,
+        directory=str(core.snapshots / name),
+        is_snapshot=True,
+        shares_with=str(core.snapshots / oldest) if oldest else "",
+    )
 
 
 def barrier_commands(

@@ -15,6 +15,10 @@ class Inbox:
         self._is_waking = False
         """A thread has scheduled a wakeup of the loop."""
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._events
+
     def post(self, event: object) -> None:
         """Add an event, on the event loop."""
         self._events.append(event)

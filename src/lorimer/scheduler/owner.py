@@ -53,6 +53,17 @@ class Owner:
         self._supervisors[place] = asyncio.create_task(self._supervise(place))
         return driver
 
+    async def give_up(self, place: str) -> None:
+        """Stop computing a replica. What waits for it stays in the journal."""
+        supervisor = self._supervisors.pop(place)
+        supervisor.cancel()
+        await asyncio.gather(supervisor, return_exceptions=True)
+        driver = self.drivers.pop(place)
+        del self._arrivals[place]
+        await driver.end(f"replica {place} has moved to another process; try again")
+        for request_id in driver.core.open:
+            self.results.open.pop(request_id, None)
+
     async def recover(self) -> None:
         """Recover the requests of an earlier server, when this process is the only one."""
         num_files = await delete_orphans(self)

@@ -191,7 +191,7 @@ def place_lost(c: Connection, live: Mapping[str, Sequence[str]], seed: int) -> d
             moves.place(c, unit, assigned)
     for place, request_ids in moved.items():
         futures.move(c, request_ids, place)
-    runs.release_lost(c, known, set(live))
+    runs.release_lost(c, known, set(plain))
     return moved
 
 

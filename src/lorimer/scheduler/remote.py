@@ -22,14 +22,22 @@ from lorimer.scheduler import events, journal
 from lorimer.scheduler.doors import DoorClient
 from lorimer.scheduler.finished_samples import CLONE_STRIDE, Completion
 from lorimer.scheduler.limits import SchedulerLimits
-from lorimer.scheduler.placement import AcceptAt, Load, choose_for_run, is_sampler, replica_configs
+from lorimer.scheduler.placement import (
+    AcceptAt,
+    Load,
+    choose_for_run,
+    full_configs,
+    is_full,
+    is_sampler,
+    replica_configs,
+)
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler
 from lorimer.scheduler.stats import QueuedRequests, ReplicaStatus, SchedulerStats, ServedModel
 from lorimer.scheduler.streaming import DirectSample, new_sample
 from lorimer.scheduler.wakeups import Wakeup, Wakeups
-from lorimer.store import futures, owners, tokenizers
+from lorimer.store import futures, owners, runs, tokenizers
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
 from lorimer.store.runs import Method
@@ -61,6 +69,10 @@ class RemoteReplica:
 
     def load(self) -> Load:
         known = {name: self.row.load[name] for name in Load.__dataclass_fields__ if name in self.row.load}
+        if is_full(self.place):  # a process claims it when it has requests
+            num_runs = self._scheduler.num_runs_at(self.place) + self.num_placed
+            is_usable = not self.is_owned or self.row.state != "failed"
+            return Load(**(known if self.is_owned else {}) | {"num_runs": num_runs, "is_usable": is_usable})
         num_runs = known.get("num_runs", 0) + self.num_placed
         is_usable = self.row.state == "ready" if is_sampler(self.place) else self.row.state != "failed"
         return Load(**known | {"num_runs": num_runs, "is_usable": self.is_owned and is_usable})
@@ -93,6 +105,8 @@ class RemoteReplica:
         return info
 
     def queue_state(self, operation: Operation) -> tuple[QueueState, str]:
+        if not self.is_owned and is_full(self.place):
+            return "paused_capacity", f"replica {self.place} waits for a worker with enough free memory"
         if not self.is_owned:
             return "paused_capacity", f"replica {self.place} waits for a process that computes it"
         if self.row.state != "ready":
@@ -160,6 +174,9 @@ class RemoteReplica:
         sample = new_sample(self.name, user_id, weights_id, request, grammar, stream)
         self._check_room(sample, self._scheduler.limits)
         door = self._scheduler.door(self.row.door)
+        if door is None and is_full(self.place):
+            self._scheduler.want(self.place)
+            raise Busy("these weights wait for a worker with enough free memory to load them; try again in a moment")
         if door is None:
             raise Busy(f"replica {self.place} waits for a process that computes it; try again in a moment")
         return door.start_sample(self.place, sample)
@@ -167,11 +184,6 @@ class RemoteReplica:
 
 class RemoteScheduler(Scheduler):
     """A scheduler without replicas of its own."""
-
-    no_full_runs = (
-        "full fine-tuning is for a server of one process, and this one is an API replica (--role api), whose workers"
-        " train adapters; LoRA is accepted here"
-    )
 
     def __init__(
         self,
@@ -199,12 +211,16 @@ class RemoteScheduler(Scheduler):
         self._tokenizers: dict[str, Path] = {}
         """Local copies of the tokenizers of base models whose directory is on another machine."""
         self._task: asyncio.Task[None] | None = None
+        self._full: list[str] = []
+        """The replicas for full runs."""
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         configs = replica_configs(self.models, self._num_replicas)
+        configs |= full_configs(self.models, self.limits.max_full_runs)
         names = {place: name for place, (name, _) in configs.items()}
+        self._full = [place for place in names if is_full(place)]
         await self.store.write(owners.define, names)
         await self._refresh()
         self._wakeups = Wakeups(self.store.url, self._on_wakeup)
@@ -235,8 +251,9 @@ class RemoteScheduler(Scheduler):
     async def _refresh(self) -> None:
         rows = await self.store.read(owners.list_replicas)
         queued = await self.store.read(futures.count_unfinished)
+        self._places = await self.store.read(runs.held_by, self._full) if self._full else {}
         for row in rows:
-            if row.base_model in self.models:
+            if row.base_model in self.models and (not is_full(row.name) or row.name in self._full):
                 if row.name in self._remote:
                     self._remote[row.name].update(row)
                 else:
@@ -266,12 +283,25 @@ class RemoteScheduler(Scheduler):
             self._doors[address] = DoorClient(address, self._token)
         return self._doors[address]
 
+    def num_runs_at(self, place: str) -> int:
+        """Return how many full runs are assigned to a replica."""
+        return sum(one == place for one in self._places.values())
+
+    def want(self, place: str) -> None:
+        """Ask workers to claim a replica."""
+
+        async def ask() -> None:
+            await self.store.write(owners.want, place)
+            self.send_arrived(place, "")
+
+        self._soon(ask())
+
     def _all_replicas(self) -> Mapping[str, Replica]:
         return self._remote
 
     def replica_states(self) -> list[ReplicaStatus]:
         found = [self._remote[replica.place] for name in self.models for replica in self._replicas_of(name)]
-        return [replica.owned_status() for replica in found]
+        return [replica.owned_status() for replica in found if replica.is_owned or not is_full(replica.place)]
 
     def stats(self) -> SchedulerStats:
         return self._stats

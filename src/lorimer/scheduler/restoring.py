@@ -89,6 +89,8 @@ def replied(core: "Core", run: RunState, reply: messages.Result | Exception) -> 
         restore.is_load_error = restore.num_replies == 0 and restore.source == "snapshot"
     if restore.num_replies:
         return
+    if isinstance(reply, messages.StateResult) and restore.source == "snapshot":
+        run.snapshot_read(reply.seconds)
     if restore.error is not None:
         _load_failed(core, run, restore, restore.error)
     elif restore.source == "weights":

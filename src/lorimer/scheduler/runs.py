@@ -276,7 +276,7 @@ class RunState:
     work_seconds: float = 0.0
     """Engine time since the last snapshot."""
     snapshot_cost: float = 0.0
-    """Seconds the last snapshot took."""
+    """Seconds the last snapshot took to write or, until one was written here, to read."""
 
     def __post_init__(self) -> None:
         self.model_id = self.row.model_id
@@ -414,6 +414,9 @@ class RunState:
     def saving_written(self, saving: Saving, seconds: float) -> None:
         self.snapshot_cost = seconds
         saving.stage = "settling"
+
+    def snapshot_read(self, seconds: float) -> None:
+        self.snapshot_cost = self.snapshot_cost or seconds
 
     def end_saving(self) -> None:
         self.saving = None

@@ -5,6 +5,7 @@ it owns.
 """
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -47,6 +48,10 @@ from lorimer.store.scratch import Scratch
 GUESSES_SECONDS = 20.0
 """Number of seconds' worth of failed lookups that one caller may make in a burst before being rate-limited."""
 
+NO_FULL_RUNS = (
+    "full fine-tuning is not offered where Ray places workers (cluster is 'ray'): it reserves memory for each of them"
+    " beforehand, and not that of a full run; LoRA is accepted"
+)
 BUSY_PATHS = {
     f"/api/v1/{name}"
     for name in ("retrieve_future", "forward_backward", "forward", "optim_step", "asample", "session_heartbeat")
@@ -64,6 +69,8 @@ def make_scheduler(
 ) -> Scheduler:
     """Return the scheduler of this process's role."""
     models, limits = settings.engine_configs(), settings.scheduler_limits()
+    if settings.cluster == "ray":
+        limits = dataclasses.replace(limits, max_full_runs=0)
     given = (store, directory, models, limits, settings.num_replicas(), scratch)
     if settings.role == "all":
         return Scheduler(*given)
@@ -71,6 +78,8 @@ def make_scheduler(
     from lorimer.scheduler.remote import RemoteScheduler  # needs the PostgreSQL driver
 
     scheduler = RemoteScheduler(*given, door_token(secret), credentials.forget, credentials.look_for_keys)
+    if settings.cluster == "ray":
+        scheduler.no_full_runs = NO_FULL_RUNS
     credentials.on_change = scheduler.send_keys_changed
     return scheduler
 

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Update,
     and_,
     bindparam,
+    case,
     delete,
     exists,
     func,
@@ -235,6 +236,14 @@ def has_others(c: Connection, places: Collection[str]) -> bool:
     """Return whether a queued operation is at none of these replicas."""
     is_elsewhere = or_(futures.c.place.is_(None), futures.c.place.not_in(list(places)))
     return c.execute(select(exists().where(_IS_QUEUED, is_elsewhere))).scalar_one()
+
+
+def waiting_at(c: Connection, places: Collection[str]) -> dict[str, tuple[datetime, bool]]:
+    """Return when the oldest queued request of each of these replicas arrived, and whether one creates a run."""
+    creates = func.max(case((futures.c.lane.like("%:models"), 1), else_=0))
+    query = select(futures.c.place, func.min(futures.c.received_at), creates)
+    found = c.execute(query.where(_IS_QUEUED, futures.c.place.in_(list(places))).group_by(futures.c.place))
+    return {place: (received_at, bool(is_creating)) for place, received_at, is_creating in found}
 
 
 def move(c: Connection, request_ids: Collection[str], place: str) -> None:

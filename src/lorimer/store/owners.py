@@ -42,6 +42,8 @@ _LIST = text(
     " extract(epoch FROM clock_timestamp() - r.changed_at) AS changed_seconds"
     " FROM replicas r LEFT JOIN owners o ON o.owner_id = r.owner_id ORDER BY r.name"
 )
+WANTED = "wanted"
+"""The state of a replica without an owner that somebody waits for."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,18 @@ def claim(c: Connection, owner_id: str, names: Collection[str]) -> str | None:
         chosen = update(replicas).where(replicas.c.name == name)
         c.execute(chosen.values(owner_id=owner_id, state="idle", load={}, changed_at=func.clock_timestamp()))
     return name
+
+
+def want(c: Connection, name: str) -> None:
+    """Ask for an owner of a replica that has none, for requests that are not journaled."""
+    free = (replicas.c.name == name) & replicas.c.owner_id.is_(None)
+    c.execute(update(replicas).where(free).values(state=WANTED))
+
+
+def give_back(c: Connection, owner_id: str, name: str) -> None:
+    """Leave one replica to others."""
+    own = (replicas.c.name == name) & (replicas.c.owner_id == owner_id)
+    c.execute(update(replicas).where(own).values(owner_id=None, state="lost", changed_at=func.clock_timestamp()))
 
 
 def list_replicas(c: Connection, *, lock: bool = False) -> list[Replica]:

@@ -277,6 +277,12 @@ def has_others(c: Connection, replicas: Collection[str]) -> bool:
     return c.execute(select(exists().where(is_elsewhere))).scalar_one()
 
 
+def held_by(c: Connection, replicas: Collection[str]) -> dict[str, str]:
+    """Return the replica of each run that is assigned to one of these."""
+    query = select(runs.c.model_id, runs.c.replica).where(runs.c.replica.in_(list(replicas)))
+    return {row.model_id: row.replica for row in c.execute(query)}
+
+
 def release_lost(c: Connection, live: Collection[str], base_models: Collection[str]) -> None:
     """Let any replica take the runs of these base models whose replica is not ``live``."""
     lost = runs.c.replica.is_not(None) & runs.c.replica.not_in(list(live)) & runs.c.base_model.in_(list(base_models))

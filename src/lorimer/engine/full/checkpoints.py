@@ -6,6 +6,7 @@
     lorimer.json                      format version, run configuration, step, size and SHA-256 of the other files
 
 A directory appears whole or not at all. A run goes on from it bit for bit; transformers, vLLM and the like load it.
+Snapshots (``full/snapshots.py``), which only engines read, are loaded here too.
 """
 
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
@@ -38,22 +40,24 @@ from lorimer.errors import CheckpointError
 from lorimer.models.sources import COMPANION_FILES
 
 SHARD_BYTES = 1 << 30
-_STATE = "training_state"
+STATE = "training_state"
 
 
-class _Manifest(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RunManifest(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: int
     base_model: str
     full: FullConfig
     optimizer: OptimizerConfig
     step: int
+    frozen_sha256: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a snapshot: the digest of the parameters that are not trained, which it does not hold."""
     files: dict[str, File]
     checksum: str = ""
     """SHA-256 of this manifest with an empty checksum."""
 
     @property
     def state_files(self) -> list[str]:
-        return sorted(name for name in self.files if name.startswith(f"{_STATE}-"))
+        return sorted(name for name in self.files if name.startswith(f"{STATE}-"))
 
 
 def save(run: FullRun, directory: str, *, weights_only: bool) -> int:
@@ -68,10 +72,10 @@ def save(run: FullRun, directory: str, *, weights_only: bool) -> int:
         with model.with_weights(averaged or {}):
             _write_model(model, temporary)
         if not weights_only:
-            parts = list(_shards(_state_tensors(run, averaged is not None)))
+            parts = list(split_shards(state_tensors(run, with_weights=averaged is not None)))
             for number, part in enumerate(parts, 1):
-                save_file(part, temporary / f"{_STATE}-{number:05}-of-{len(parts):05}.safetensors")
-        manifest = _Manifest(
+                save_file(part, temporary / f"{STATE}-{number:05}-of-{len(parts):05}.safetensors")
+        manifest = RunManifest(
             format=FORMAT,
             base_model=model.name,
             full=run.config,
@@ -92,18 +96,19 @@ def _write_model(model: BaseModel, directory: Path) -> None:
             shutil.copyfile(path, directory / path.name)
 
 
-def _state_tensors(run: FullRun, is_averaged: bool) -> Tensors:
+def state_tensors(run: FullRun, *, with_weights: bool) -> Tensors:
+    """Return what a run has besides its weights, or with these too, as ``kind/name``."""
     kinds = dict(run.moments)
     if run.grads is not None:
         kinds["grad"] = run.grads
-    if is_averaged:
+    if with_weights:
         kinds["weight"] = run.weights
     return {
         f"{kind}/{name}": tensor.contiguous() for kind, tensors in kinds.items() for name, tensor in tensors.items()
     }
 
 
-def _shards(tensors: Tensors) -> Iterator[Tensors]:
+def split_shards(tensors: Tensors) -> Iterator[Tensors]:
     """Yield at least one part; each has at most ``SHARD_BYTES``, or a single tensor."""
     part: Tensors = {}
     size = 0
@@ -125,20 +130,32 @@ def load(run: FullRun, directory: str, *, optimizer: bool) -> None:
     if manifest.full != run.config:
         raise CheckpointError(f"the saved run trains {manifest.full}, this run {run.config}")
     state: State = {}
-    grads, step = None, 0
-    weights = load_weights(run.model, Path(directory))
-    if optimizer:
+    grads, step, weights = None, 0, {}
+    if manifest.frozen_sha256 is msgspec.UNSET:
+        weights = load_weights(run.model, Path(directory))
+        if not all(torch.equal(weights[name], tensor.cpu()) for name, tensor in run.frozen.items()):
+            raise CheckpointError(
+                f"the saved run began with another {run.model.name!r}: what it does not train differs"
+            )
+    elif manifest.frozen_sha256 != run.frozen_sha256:
+        raise CheckpointError(f"the files of {run.model.name!r} have changed since the snapshot was written")
+    if optimizer or not weights:
         state, step = _load_state(Path(directory), manifest, run), manifest.step
         grads = _take(state, "grad", run)
         weights |= _take(state, "weight", run) or {}
         check_state(run.optimizer, run.weights, state, step, run.groups)
+    if not optimizer:
+        state, grads, step = {}, None, 0
+    if not weights.keys() >= run.weights.keys():
+        raise CheckpointError(f"{str(directory)!r} lacks weights that the run trains")
     replace_weights(run.model, weights)
     run.moments, run.grads, run.step = state, grads, step
 
 
 def load_published(model: BaseModel, directory: str) -> Tensors:
     """Return all weights of a saved run, on the model's device."""
-    _verified(Path(directory))
+    if _verified(Path(directory)).frozen_sha256 is not msgspec.UNSET:
+        raise CheckpointError(f"{str(directory)!r} is a snapshot, which has no weights for sampling")
     return {name: tensor.to(model.device.handle) for name, tensor in load_weights(model, Path(directory)).items()}
 
 
@@ -162,12 +179,13 @@ def load_weights(model: BaseModel, directory: Path) -> Tensors:
 def replace_weights(model: BaseModel, weights: Tensors) -> None:
     """Copy other weights into the model, whose parameters stay the same objects."""
     for name, parameter in model.transformer.named_parameters():
-        parameter.data.copy_(weights[name])
+        if name in weights:
+            parameter.data.copy_(weights[name])
 
 
-def _verified(directory: Path) -> _Manifest:
+def _verified(directory: Path) -> RunManifest:
     try:
-        manifest = read_manifest(directory, _Manifest)
+        manifest = read_manifest(directory, RunManifest)
     except CheckpointError as error:
         raise CheckpointError(f"{str(directory)!r} is not a saved full run: {error}") from error
     if manifest is None:
@@ -176,7 +194,7 @@ def _verified(directory: Path) -> _Manifest:
     return manifest
 
 
-def _load_state(directory: Path, manifest: _Manifest, run: FullRun) -> State:
+def _load_state(directory: Path, manifest: RunManifest, run: FullRun) -> State:
     """Load what was saved besides the weights, by kind and in the order of the weights."""
     if not manifest.state_files:
         raise CheckpointError(f"{str(directory)!r} holds weights only; load it without the optimizer state")

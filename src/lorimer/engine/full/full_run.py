@@ -4,9 +4,11 @@ A `FullRun` trains parameters of the model itself, float32, in place. ``model/``
 a batch, ``training/optim.py`` updates them and ``full/checkpoints.py`` stores them.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,6 +46,21 @@ class FullRun:
     @property
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.weights.values())
+
+    @property
+    def frozen(self) -> Tensors:
+        """The parameters that are not trained."""
+        parameters = self.model.transformer.named_parameters()
+        return {name: parameter.detach() for name, parameter in parameters if name not in self.weights}
+
+    @cached_property
+    def frozen_sha256(self) -> str:
+        """The digest of the parameters that are not trained; they never change."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.frozen.items()):
+            digest.update(f"{name}:{list(tensor.shape)}:{tensor.dtype}\n".encode())
+            digest.update(bytes_of(tensor))
+        return digest.hexdigest()
 
     @property
     def memory_bytes(self) -> int:
@@ -122,6 +139,11 @@ def publish(run: FullRun) -> PublishedWeights:
     weights = {name: parameter.detach() for name, parameter in run.model.transformer.named_parameters()}
     averaged = run.averaged or {}
     return PublishedWeights({name: averaged[name] if name in averaged else w.clone() for name, w in weights.items()})
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, on the CPU without a copy."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

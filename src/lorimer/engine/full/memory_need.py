@@ -1,17 +1,15 @@
-"""The memory that a full run needs, checked before it is taken."""
+"""The memory that engines and full runs need, reserved before it is taken."""
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from lorimer.engine.model.device import free_bytes
-from lorimer.errors import TooLarge
-
-WEIGHT_BYTES = 4
-STATE_BYTES = 12
-"""Bytes per parameter besides the weight: its gradient and two moments, float32."""
+from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.model.device import free_bytes, label
+from lorimer.engine.reservations import STATE_BYTES, WEIGHT_BYTES, Reservation, reserve
 
 
 def count_parameters(directory: Path) -> int:
@@ -23,12 +21,24 @@ def count_parameters(directory: Path) -> int:
     return sum(sizes.values())
 
 
-def check_room(what: str, needed: int, device: torch.device) -> None:
-    """Raise unless the device has ``needed`` bytes of free memory."""
-    free = free_bytes(device)
-    if needed > free:
-        raise TooLarge(f"{what} needs {_gib(needed)}, {_gib(free)} free")
+def reserve_memory(name: str, directory: Path, dtype: torch.dtype, device: torch.device, is_full: bool) -> Reservation:
+    """Reserve the memory that an engine takes while it loads a model, and for a full run that of its training too.
+
+    Raise `TooLarge` if a full run does not fit beside what is used and reserved.
+    """
+    number = count_parameters(directory)
+    if not is_full:
+        return reserve(label(device), loading=number * dtype.itemsize)
+    return reserve(
+        label(device),
+        loading=WEIGHT_BYTES * number,
+        outstanding=STATE_BYTES * number,
+        what=f"full fine-tuning of {name!r} (weights, gradient, optimiser)",
+        free=lambda: free_bytes(device),
+    )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 0.05 * 2**30 else f"{size / 2**20:.1f} MiB"
+def room_for_copy(what: str, reservation: Reservation, model: BaseModel) -> AbstractContextManager[None]:
+    """Reserve the memory of another copy of the weights while the block makes it; raise `TooLarge` if there is none."""
+    device = model.device.handle
+    return reservation.taking(what, WEIGHT_BYTES * model.num_parameters, lambda: free_bytes(device))

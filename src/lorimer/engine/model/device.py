@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.reservations import HOST, host_free_bytes, reserved_bytes
 from lorimer.errors import InvalidInput
 
 
@@ -92,7 +93,7 @@ def open_device(config: EngineConfig, rank: int = 0) -> Device:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or max(1, _num_cores() // ranks))
     dtype = choose_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
-    free = free_bytes(device) // (ranks if device.type == "cpu" else 1)
+    free = max(0, free_bytes(device) - reserved_bytes(label(device))) // (ranks if device.type == "cpu" else 1)
     return Device(device, dtype, config.memory_bytes or int(0.7 * free))
 
 
@@ -122,12 +123,19 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def label(device: torch.device) -> str:
+    """Return the name of a device that is the same in all processes of this machine."""
+    if device.type == "cuda":
+        return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return HOST if device.type == "cpu" else device.type
+
+
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min(psutil.virtual_memory().available, _cgroup_room())
+    return host_free_bytes()
 
 
 def used_bytes(device: torch.device) -> int:
@@ -136,21 +144,6 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return psutil.Process().memory_info().rss
-
-
-def _cgroup_room() -> int:
-    """Return the memory left under the container's limit, or a very large number if there is no limit."""
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit) as most, open(usage) as used:
-                text = most.read().strip()
-                return 1 << 62 if text == "max" else max(0, int(text) - int(used.read()))
-        except (OSError, ValueError):
-            continue
-    return 1 << 62
 
 
 def choose_dtype(device: torch.device, seconds: float = 1.0) -> torch.dtype:

@@ -37,7 +37,9 @@ from lorimer.store.retention import ORPHAN_AGE
 from lorimer.types.paths import KINDS, SEGMENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""The files that users may download; the training state of a run is not among them."""
+"""The files of an adapter that users may download; the training state of a run is not among them."""
+TRAINING_STATE = "training_state-"
+"""What the names of other files of a full run begin with."""
 MAX_TRACED = 100_000
 BYTES = "application/octet-stream"
 
@@ -51,7 +53,7 @@ async def external_weights_urls(request: Request) -> Response:
     if checkpoint.kind != "external":
         raise InvalidInput(f"{quote_id(named_path(request))} is no export; paths with /external_weights/ are")
     suffix = SUFFIX if recipients_of(checkpoint) else ""
-    names = [name + suffix for name in adapter_files(checkpoint)]
+    names = [name + suffix for name in weight_files(checkpoint)]
     signed = await stored_addresses(request, checkpoint, names)
     if signed is None:
         await check_files(request, checkpoint)
@@ -115,7 +117,7 @@ async def stored_archive(request: Request, checkpoint: Checkpoint) -> tuple[str,
         names = {f"{place}{secrets.token_hex(8)}-{checkpoint.name}.tar"}
         directory = await local_directory(request, checkpoint)
         with tempfile.NamedTemporaryFile(dir=context.directory.path) as file:
-            async for data in parts_bytes(archive_parts(directory, adapter_files(checkpoint))):
+            async for data in parts_bytes(archive_parts(directory, weight_files(checkpoint))):
                 await asyncio.to_thread(file.write, data)
             file.flush()
             await objects.put_file(min(names), Path(file.name))
@@ -128,16 +130,19 @@ def address_of(request: Request, what: str, checkpoint: Checkpoint, rest: str) -
     return signed_address(request, f"{what}/{'/'.join(place)}{rest}")
 
 
-def adapter_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the checkpoint's files that make up the adapter."""
-    return [name for name in ADAPTER_FILES if name in checkpoint.weights.files]
+def weight_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the checkpoint's files that make up the adapter or, of a full run, the model."""
+    weights = checkpoint.weights
+    if weights.method == "full":
+        return sorted(name for name in weights.files if not name.startswith(TRAINING_STATE))
+    return [name for name in ADAPTER_FILES if name in weights.files]
 
 
 async def check_files(request: Request, checkpoint: Checkpoint) -> None:
     """Verify the checksums of the files to download. Raise if one was damaged since it was saved."""
     directory = await local_directory(request, checkpoint)
     await asyncio.to_thread(
-        verify, directory, {name: checkpoint.weights.files[name] for name in adapter_files(checkpoint)}
+        verify, directory, {name: checkpoint.weights.files[name] for name in weight_files(checkpoint)}
     )
 
 
@@ -166,7 +171,7 @@ async def download_file(request: Request) -> Response:
     checkpoint = await signed_checkpoint(request)
     name, recipients = request.path_params["file"], recipients_of(checkpoint)
     plain_name = name.removesuffix(SUFFIX) if recipients else name
-    if plain_name not in adapter_files(checkpoint):
+    if plain_name not in weight_files(checkpoint):
         raise NotFound(f"the checkpoint has no file {quote_id(name)}")
     path = await local_directory(request, checkpoint) / plain_name
     check_presence(path, checkpoint)
@@ -177,12 +182,12 @@ async def download_file(request: Request) -> Response:
 
 
 async def download_archive(request: Request) -> Response:
-    """Send the files of an adapter as a tar archive."""
+    """Send the files of an adapter, or the model of a full run, as a tar archive."""
     checkpoint = await signed_checkpoint(request)
     directory = await local_directory(request, checkpoint)
-    for name in adapter_files(checkpoint):
+    for name in weight_files(checkpoint):
         check_presence(directory / name, checkpoint)
-    parts = await asyncio.to_thread(archive_parts, directory, adapter_files(checkpoint))
+    parts = await asyncio.to_thread(archive_parts, directory, weight_files(checkpoint))
     headers = file_headers(f"{checkpoint.name}.tar", sum(part.size for part in parts))
     return StreamingResponse(parts_bytes(parts), headers=headers, media_type="application/x-tar")
 

@@ -3,7 +3,7 @@
 import { get, part } from "../api.js";
 import { checkpointTable } from "../checkpoint_actions.js";
 import { Curves } from "../curves.js";
-import { ago, badge, button, copyButton, empty, facts, h, moment, pageHead, panel, replace, short } from "../dom.js";
+import { ago, badge, button, bytes, copyButton, empty, facts, h, moment, pageHead, panel, replace, short } from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 import { followSteps, runTabs } from "../run_tabs.js";
@@ -124,6 +124,7 @@ async function refresh(view) {
 
 function factsOf(run, session, account) {
   const trained = { train_attn: "attention", train_mlp: "MLP", train_unembed: "output head" };
+  if (!run.is_lora) Object.assign(trained, { train_embed: "embedding", train_norms: "norms" });
   const metadata = Object.entries({ ...session?.user_metadata, ...run.user_metadata });
   const known = facts([
     ["Base model", run.base_model],
@@ -138,6 +139,7 @@ function factsOf(run, session, account) {
     ["Seed", run.seed],
     ["Created", run.created_at && ago(run.created_at)],
     ["Last request", ago(run.last_request_time)],
+    ["Snapshots", run.snapshot_bytes && bytes(run.snapshot_bytes)],
     ["Owner", session ? account?.name : run.model_owner],
     ["Project", run.project_id],
     ["Session", session && sessionLink(run.training_run_id, session)],
