@@ -72,6 +72,9 @@ def test_a_resumed_program_replaces_what_it_logs_again(service, rest):
     found = rest.list_rollouts(trainer.model_id, sort="step").result().rollouts
     assert [one.answer for one in found if one.answer != "same"] == ["0 from None", "1 from 1", "2 from 1", "3 from 1"]
     assert len(found) == 8
+    assert rest.log_samples(found[0].training_run_id, [rollout("later")], 3).result().num_stored == 1
+    assert rest.log_rollouts(trainer.model_id, [rollout("other", number=5)], 3).result().num_superseded == 0
+    assert rest.list_rollouts(trainer.model_id, "later kind=sample").result().total_count == 1
 
 
 def test_refusals_name_what_is_wrong(trainer, rest):

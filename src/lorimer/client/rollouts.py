@@ -20,6 +20,7 @@ from lorimer.types.rollouts import (
     RolloutsResponse,
     RolloutStepsResponse,
 )
+from lorimer.types.runs import RunDetails
 
 MAX_ROLLOUTS = 100
 MAX_BYTES = 4 * 1024 * 1024
@@ -108,6 +109,36 @@ def estimated_bytes(rollout: Rollout) -> int:
 
 class RolloutsClient(Caller):
     """A run is named by its id or by that of any of its training runs."""
+
+    def log_rollouts(
+        self, run_id: str, rollouts: Sequence[GivenRollout], step: int | None = None
+    ) -> "Future[LogRolloutsResponse]":
+        """Log rollouts to a run without a training client. Those of a group are counted from 0 in each call."""
+        return self._connection.loop.run(self._log(run_id, rollouts, step))
+
+    async def log_rollouts_async(
+        self, run_id: str, rollouts: Sequence[GivenRollout], step: int | None = None
+    ) -> LogRolloutsResponse:
+        return await self._wait(self.log_rollouts(run_id, rollouts, step))
+
+    def log_samples(
+        self, run_id: str, samples: Sequence[GivenRollout], step: int | None = None
+    ) -> "Future[LogRolloutsResponse]":
+        """Log answers that were evaluated, so that an evaluation that is repeated replaces the earlier one."""
+        return self._connection.loop.run(self._log(run_id, samples, step, kind="sample", split="test"))
+
+    async def log_samples_async(
+        self, run_id: str, samples: Sequence[GivenRollout], step: int | None = None
+    ) -> LogRolloutsResponse:
+        return await self._wait(self.log_samples(run_id, samples, step))
+
+    async def _log(
+        self, run_id: str, given: Sequence[GivenRollout], step: int | None, **defaults: RolloutKind | str
+    ) -> LogRolloutsResponse:
+        """Log to the newest part of a run: those before it are superseded from some step on."""
+        run = await self._connection.transport.ask(RunDetails, "GET", f"/api/v1{run_path(run_id)}")
+        reports = RolloutReports(self._connection, run.training_run_id)
+        return await reports.send(given, step, **defaults)
 
     def list_rollouts(
         self,

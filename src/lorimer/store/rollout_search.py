@@ -173,15 +173,18 @@ def count_steps(c: Connection, scope: Scope, num_bins: int) -> Counts:
     """Count the rollouts that match by step and by reward, and collect the words that they can be filtered by."""
     r = rollouts.c
     sums = func.count(), func.sum(r.num_tokens), func.count(r.num_tokens)
-    query = select(r.step, r.reward, *sums).where(_where(scope)).group_by(r.step, r.reward).order_by(r.step)
+    keys = (r.step, r.reward, r.kind, r.split, r.stop_reason)
+    found = c.execute(
+        select(r.step, r.reward, *sums, *keys[2:]).where(_where(scope)).group_by(*keys).order_by(r.step)
+    ).all()
     by_step: dict[int, list[Any]] = defaultdict(list)
-    for row in c.execute(query):
+    for row in found:
         by_step[row[0]].append(row)
     rewards = [row[1] for rows in by_step.values() for row in rows if row[1] is not None]
     edges = bin_edges(rewards, num_bins)
     steps = [_step(step, rows, edges) for step, rows in by_step.items()]
     totals = np.sum([one.counts for one in steps], axis=0, dtype=np.int64).tolist() if len(edges) else []
-    return Counts(steps, edges.tolist(), totals, _values(c, scope))
+    return Counts(steps, edges.tolist(), totals, _values(found))
 
 
 def bin_edges(rewards: Sequence[float], num_bins: int) -> NDArray[np.float64]:
@@ -216,12 +219,11 @@ def _step(step: int, rows: Sequence[Any], edges: NDArray[np.float64]) -> Rollout
     )
 
 
-def _values(c: Connection, scope: Scope) -> dict[str, list[str]]:
-    r = rollouts.c
-    query = select(r.kind, r.split, r.stop_reason, func.count()).where(_where(scope))
+def _values(rows: Sequence[Any]) -> dict[str, list[str]]:
+    """Return the kinds, splits and stop reasons of counted rows, most frequent first."""
     found: dict[str, dict[str, int]] = {"kind": {}, "split": {}, "stop": {}}
-    for *words, number in c.execute(query.group_by(r.kind, r.split, r.stop_reason)):
-        for name, word in zip(found, words, strict=True):
+    for row in rows:
+        for name, word in zip(found, row[5:], strict=True):
             if word is not None:
-                found[name][word] = found[name].get(word, 0) + number
+                found[name][word] = found[name].get(word, 0) + row[2]
     return {name: sorted(counts, key=lambda word: (-counts[word], word)) for name, counts in found.items()}

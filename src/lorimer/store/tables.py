@@ -484,7 +484,9 @@ rollouts = Table(
     Column("stored_bytes", BigInteger, nullable=False),
     _time("created_at"),
     UniqueConstraint("run_id", "step", "kind", "split", "group_name", "number"),
-    *(Index(None, "run_id", key, "rollout_id") for key in ("step", "reward", "num_tokens")),
+    *(Index(None, "run_id", key, "rollout_id") for key in ("reward", "num_tokens")),
+    # The last column makes adding up the sizes of a run's steps an index-only scan.
+    Index("ix_rollouts_step", "run_id", "step", "rollout_id", "stored_bytes"),
     Index(None, "run_id", "prompt_key", "step"),
     sqlite_autoincrement=True,  # an address of the console names an id, so ids must never be reused
 )

@@ -1,7 +1,7 @@
 // Differences between two texts, by words: the shortest edit script of Myers, bounded, so that texts with little in
 // common end quickly as one removal and one addition.
 
-const MAX_EDITS = 1500;
+const MAX_EDITS = 1000;
 const WORD = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
 
 /** Return the pieces of both texts in order: `{kind: "same" | "removed" | "added", text}`. */
@@ -21,30 +21,33 @@ export function diffTexts(before, after) {
 
 /** Return the shortest script that makes `b` of `a`, or, if it is too long, all of `a` removed and all of `b` added. */
 function edits(a, b) {
-  const reach = new Map([[1, 0]]); // furthest place in `a` on each diagonal
+  const max = Math.min(a.length + b.length, MAX_EDITS);
+  const reach = new Int32Array(2 * max + 3).fill(-1); // furthest place in `a` on each diagonal, which begin at -max - 1
+  const at = (k) => reach[k + max + 1];
   const past = [];
-  for (let depth = 0; depth <= Math.min(a.length + b.length, MAX_EDITS); depth += 1) {
-    past.push(new Map(reach));
+  reach[max + 2] = 0;
+  for (let depth = 0; depth <= max; depth += 1) {
+    past.push(reach.slice(max - depth, max + depth + 3));
     for (let k = -depth; k <= depth; k += 2) {
-      const isDown = k === -depth || (k !== depth && at(reach, k - 1) < at(reach, k + 1));
-      let x = isDown ? at(reach, k + 1) : at(reach, k - 1) + 1;
+      let x = goesDown(k, depth, at) ? at(k + 1) : at(k - 1) + 1;
       while (x < a.length && x - k < b.length && a[x] === b[x - k]) x += 1;
-      reach.set(k, x);
+      reach[k + max + 1] = x;
       if (x >= a.length && x - k >= b.length) return path(a, b, past, depth, k);
     }
   }
   return [...a.map((text) => ({ kind: "removed", text })), ...b.map((text) => ({ kind: "added", text }))];
 }
 
-const at = (reach, k) => reach.get(k) ?? -1;
+/** Return whether the furthest path to a diagonal ends with an addition. */
+const goesDown = (k, depth, at) => k === -depth || (k !== depth && at(k - 1) < at(k + 1));
 
 function path(a, b, past, lastDepth, lastK) {
   const found = [];
   let [x, k] = [a.length, lastK];
   for (let depth = lastDepth; depth >= 0; depth -= 1) {
-    const reach = past[depth];
-    const isDown = k === -depth || (k !== depth && at(reach, k - 1) < at(reach, k + 1));
-    const [fromK, fromX] = isDown ? [k + 1, at(reach, k + 1)] : [k - 1, at(reach, k - 1)];
+    const at = (diagonal) => past[depth][diagonal + depth + 1];
+    const isDown = goesDown(k, depth, at);
+    const [fromK, fromX] = isDown ? [k + 1, at(k + 1)] : [k - 1, at(k - 1)];
     const begin = isDown ? fromX : fromX + 1;
     while (x > begin) {
       x -= 1;

@@ -49,7 +49,8 @@ def upgrade() -> None:
         ),
         sqlite_autoincrement=True,
     )
-    for key in ("step", "reward", "num_tokens"):
+    op.create_index("ix_rollouts_step", "rollouts", ["run_id", "step", "rollout_id", "stored_bytes"], unique=False)
+    for key in ("reward", "num_tokens"):
         columns = ["run_id", key, "rollout_id"]
         op.create_index(op.f(f"ix_rollouts_run_id_{key}_rollout_id"), "rollouts", columns, unique=False)
     op.create_index(
