@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lorimer.engine.engine import Engine
-from lorimer.engine.messages import CreateRun, Failed, LoraConfig, OptimStep, PublishSampler
+from lorimer.engine.messages import CreateRun, Failed, LoraConfig, OptimizerConfig, OptimStep, PublishSampler
 from lorimer.engine.training.trainer import Trainer, TrainItem
+from lorimer.types.optim import OPTIMIZERS
 from tests.engine.operations import make_operation, make_sample, register_gather, settings
 from tests.engine.reference import DEVICE, checked, make_adapter, make_datum, on_device, open_pair
 
@@ -59,6 +60,22 @@ def sample(engine, *requests):
     return counts
 
 
+@pytest.mark.parametrize(("dtype", "largest", "relative"), [("float32", 1e-4, 1e-4), ("bfloat16", 0.75, 0.1)])
+def test_a_model_read_from_files_computes_what_the_cpu_does(tmp_path, dtype, largest, relative):
+    """Long sequences: what transformers does not store in files, such as rotary frequencies, must be there too."""
+    found = []
+    for device in ("cpu", "auto"):
+        one = Engine(settings(tmp_path, model="lorimer/tiny", token_budget=128, device=device, dtype=dtype, seed=0))
+        one.create_run(CreateRun(request_id="r", model_id="m", lora=LoraConfig(rank=4, seed=1)))
+        (result,) = one.train([make_operation("r", "m", lengths=(90, 200, 17))])
+        gradient = torch.cat([factor.flatten().cpu() for pair in one._run("m").grads.values() for factor in pair])
+        found.append((np.concatenate(result.logprobs), gradient))
+        assert one.info.device == ("cpu" if device == "cpu" else "pretend")
+    (logprobs, gradient), (theirs, their_gradient) = found
+    assert np.abs(logprobs - theirs).max() < largest
+    assert (gradient - their_gradient).norm() < relative * their_gradient.norm()
+
+
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -71,6 +88,18 @@ def test_a_batch_of_all_losses_and_several_runs_waits_once(engine):
     assert train(engine, operations) <= 10, report()
     assert sum(synchronisations.values()) == 1, report()
     assert engine.trainer.token_budget < sum(len(d.tokens) for o in operations for d in o.data) / 4, "several passes"
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adafactor"])
+def test_a_step_waits_a_few_times_however_many_weights_there_are(engine, optimizer):
+    """Torch computes Adafactor weight by weight, and reads two numbers of each."""
+    name, config = f"with {optimizer}", OptimizerConfig(type=optimizer)
+    engine.create_run(CreateRun(request_id="r", model_id=name, lora=LoraConfig(rank=4, seed=1), optimizer=config))
+    for _ in range(2):
+        train(engine, [make_operation("r", name)])
+        with counting() as found:
+            engine.optim_step(OptimStep(request_id="r", model_id=name, params={"learning_rate": 0.01}))
+        assert sum(found.values()) <= 7 < len(engine.model.targets), report()
 
 
 def test_custom_losses_wait_once_for_each_pass(engine):

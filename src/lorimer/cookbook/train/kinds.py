@@ -236,7 +236,7 @@ async def _open_rl(given: Given, service: ServiceClient) -> AsyncIterator[Job]:
         config = given.config(
             dataset_builder=make_datasets,
             extra_metrics=[grading.take_metrics],
-            notes=_notes(data, "grader_workers", "grader_seconds"),
+            notes=_notes(data, "graders", "grader_workers", "grader_seconds"),
         )
         yield Job(config, rl.train, len(rows), len(held_out))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim._adafactor import adafactor
@@ -18,6 +19,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from lorimer.engine.model.device import download, upload
 from lorimer.engine.training import quantized_moments
 from lorimer.types.optim import OPTIMIZERS as PARAMS
 
@@ -364,9 +366,12 @@ def _update_schedule_free(weights: list[TrainedWeight], step: int, fields: Field
     """Move z by the gradient, average it into x, and leave y between the two in the weight."""
     lr, beta1, beta2 = (fields[name] for name in ("learning_rate", "beta1", "beta2"))
     correction = 1 - beta2 ** (step + 1)
-    for weight in weights:
+    # Read and written together: a device would be waited for at each weight.
+    averaging = [weight.state["averaging"] for weight in weights]
+    averages = [array.tolist() for array in download(averaging)]
+    for number, weight in enumerate(weights):
         y, z, exp_avg_sq = weight.tensor, weight.state["z"], weight.state["exp_avg_sq"]
-        total, largest, last_beta1 = weight.state["averaging"].tolist()
+        total, largest, last_beta1 = averages[number]
         largest = max(largest, lr)
         share = (step + 1) ** fields["r"] * largest ** fields["weight_lr_power"]
         total += share
@@ -380,7 +385,9 @@ def _update_schedule_free(weights: list[TrainedWeight], step: int, fields: Field
         y.lerp_(z, share)
         y.add_(move, alpha=lr * (beta1 * (1 - share) - 1))
         z.sub_(move, alpha=lr)
-        weight.state["averaging"].copy_(torch.tensor([total, largest, beta1], dtype=torch.float64))
+        averages[number] = [total, largest, beta1]
+    for old, new in zip(averaging, upload([np.array(one) for one in averages], averaging[0].device), strict=True):
+        old.copy_(new)
 
 
 def _is_schedule_free_bounded(weights: list[TrainedWeight], grad_norm: float, step: int, fields: Fields) -> bool:
