@@ -47,7 +47,9 @@ def test_old_rows_go_and_sources_are_apart(store):
     for at in range(START, START + 3 * 86_400, 300):
         store.write_now(system.add, "a", at, {"cpu/machine": 1.0})
     store.write_now(system.add, "b", at, {"cpu/machine": 3.0})
-    rows = store.read_now(lambda c: dict(c.execute(select(system_samples.c.period, func.count()).group_by("period")).all()))
+    rows = store.read_now(
+        lambda c: dict(c.execute(select(system_samples.c.period, func.count()).group_by("period")).all())
+    )
     assert rows[0] <= 2 * 3600 // 300 + 2 and rows[60] <= 2 * 86_400 // 300 + 2 and rows[600] <= 3 * 86_400 // 600 + 1
     found = store.read_now(system.read, "hour", at)
     assert found["b", "cpu/machine"] == [(at, 3.0, 3.0)] and len(found["a", "cpu/machine"]) == 13
