@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
@@ -19,6 +20,8 @@ from lorimer.types.metrics import MAX_NAME_CHARS, MetricPoint
 
 log = logging.getLogger("lorimer.cookbook")
 
+NUM_UPDATES = "optim/num_updates"
+"""The metric by which a loop tells how many optimizer steps a step had."""
 MAX_POINTS = 1000
 """Steps that wait to be reported."""
 MAX_VALUES = 5000
@@ -41,6 +44,7 @@ class ServerSink:
         self._lock = threading.Lock()
         self._is_sending = self._is_closing = self._has_warned = False
         self._work: Future[None] | None = None
+        self._num_updates = 0
 
     def follow(self, client: TrainingClient) -> None:
         self._client = client
@@ -49,7 +53,7 @@ class ServerSink:
         if (client := self._client) is None:
             return
         numbers = {_accepted(name): value for name, value in metrics.items() if not isinstance(value, str)}
-        point = metric_point(numbers, step)
+        point = metric_point(numbers, step, self._count(numbers))
         with self._lock:
             if len(self._waiting) == MAX_POINTS:
                 self._warn("it is slow to take them, and the oldest are dropped")
@@ -57,6 +61,13 @@ class ServerSink:
             if not self._is_sending:
                 self._is_sending = True
                 self._work = client.holder.connection.run(self._send_all(client)).future()
+
+    def _count(self, numbers: Mapping[str, float]) -> int | None:
+        """The optimizer steps up to now, of a loop that reports how many each of its steps has."""
+        if (done := numbers.get(NUM_UPDATES)) is None:
+            return None
+        self._num_updates += int(done)
+        return self._num_updates
 
     async def _send_all(self, client: TrainingClient) -> None:
         """On the loop of the SDK, until nothing waits."""
