@@ -31,7 +31,7 @@ def test_points_stand_where_their_values_are(server, open_page, runs):
     page = open_page(server.url, f"/console/runs?{query}")
     dots = page.locator(".scatter a")
     expect(dots).to_have_count(4)
-    expect(page.get_by_text("1 have no value of both fields above zero")).to_be_visible()
+    expect(page.get_by_text("1 without both values above zero is left out")).to_be_visible()
     places = {
         run: tuple(
             float(page.locator(f".scatter a[data-run='{run}'] circle").get_attribute(f"c{axis}")) for axis in "xy"

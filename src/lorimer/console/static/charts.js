@@ -49,7 +49,7 @@ export class MetricChart {
     this.element = h(
       "figure",
       { class: "chart", "data-metric": name, "data-source": source },
-      h("figcaption", null, h("h3", { title: name }, name), tools?.(this)),
+      h("figcaption", null, h("h3", { title: name }, breakable(name)), tools?.(this)),
       h("div", { class: "chart-head" }, this.values, this.origin),
       this.canvas,
     );
@@ -261,11 +261,13 @@ export class MetricChart {
       ctx.fillRect(plot.valToPos(x, "x", true) - width / 2, bbox.top + bbox.height - height, width, height);
   }
 
-  /** Return the marks within the range shown. Those after the last point stand at its place. */
+  /** Return the marks within the range shown. Those just after the last point, as of a last checkpoint, stand there. */
   marksOf(plot) {
     const { min, max } = plot.scales.x;
     const last = plot.data[0].at(-1);
-    const marks = (this.options.marks ?? []).map((mark) => (mark.x > last ? { ...mark, x: last } : mark));
+    const room = this.options.axis === "step" ? 1 : 0.05 * (last - plot.data[0][0]);
+    const isAfter = ({ x }) => last < x && x <= last + room;
+    const marks = (this.options.marks ?? []).map((mark) => (isAfter(mark) ? { ...mark, x: last } : mark));
     return marks.filter(({ x }) => min <= x && x <= max);
   }
 
@@ -343,6 +345,9 @@ export class MetricChart {
     this.values.replaceChildren(...nodes, ...notes.map((note) => h("span", { class: "muted" }, note)));
   }
 }
+
+/** Return a name that may be broken after its slashes and underscores. */
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
 
 function strokesOf(line, stroke, smoothing) {
   const dash = line.isDashed || line.colour >= NUM_COLOURS ? [6, 4] : undefined;

@@ -28,8 +28,10 @@ export class Scatter {
     replace(this.legend, by && [...groups].map(([value, n]) => legendItem(`${by} ${value}`, n)));
     const numMissing = runs.length - shown.length;
     this.note.textContent =
-      `${short(shown.length)} runs are drawn.` +
-      (numMissing ? ` ${short(numMissing)} have no value of both fields${isLogX || isLogY ? " above zero" : ""}.` : "");
+      `${short(shown.length)} ${shown.length === 1 ? "run is" : "runs are"} drawn.` +
+      (numMissing
+        ? ` ${short(numMissing)} without both values${isLogX || isLogY ? " above zero" : ""} ${numMissing === 1 ? "is" : "are"} left out.`
+        : "");
   }
 
   frame(x, y, xAxis, yAxis, points) {
