@@ -164,7 +164,7 @@ def watched(server, open_page: OpenPage) -> Callable[[str], Watched]:
 
 @pytest.mark.parametrize("query", ["", "log=1", "smooth=0.9", "x=elapsed", "x=clock&log=1&smooth=0.5"])
 def test_no_series_holds_up_the_page_and_labels_differ(watched, run, query):
-    looked = watched(f"/console/runs/{run.model_id}?{query}")
+    looked = watched(f"/console/runs/{run.model_id}?constants=1&{query}")
     looked.show_all()
     looked.check_responsive()
     looked.check_labels()
@@ -176,7 +176,7 @@ def test_no_series_holds_up_the_page_and_labels_differ(watched, run, query):
 
 
 def test_a_nearly_constant_series_is_a_line_in_the_middle_of_a_readable_axis(watched, run):
-    looked = watched(f"/console/runs/{run.model_id}")
+    looked = watched(f"/console/runs/{run.model_id}?constants=1")
     looked.show_all()
     assert {"0.95", "1.00", "1.05"} < set(looked.labels("ratio on policy"))
     assert {"9.5e299", "1.00e300", "1.05e300"} < set(looked.labels("constant huge"))
@@ -191,7 +191,7 @@ def test_zooming_hovering_and_comparing_hold_up_nothing(server, trainer, watched
     other = trainer.run(server.url)
     shifted = [{"step": 3 * step, "values": {"constant one": 1.0 + 2e-7, "huge": 1e-300}} for step in range(NUM_STEPS)]
     report(server.url, other.model_id, shifted)
-    looked = watched(f"/console/runs/{run.model_id}?compare={other.model_id}&smooth=0.6")
+    looked = watched(f"/console/runs/{run.model_id}?compare={other.model_id}&constants=1&smooth=0.6")
     looked.show_all()
     for name in ("constant one", "huge", "single point"):
         place = looked.chart(name).locator(".u-over")

@@ -1,6 +1,7 @@
 """The list of runs: filtered, sorted and grouped by any field, and quick with 10,000 runs."""
 
 import pytest
+from sqlalchemy import event
 
 from lorimer.errors import InvalidInput
 from lorimer.store import metrics, run_curves, run_search, runs, tracking
@@ -256,3 +257,54 @@ def test_ten_thousand_runs_stay_quick(store, user, session):
     # A plain page reads its own rows and counts the others; the rest may look at each run, but not at pairs of them.
     assert found.pop(("", "-created")) < 70
     assert max(found.values()) < 1600, found
+
+
+def rows_read(c, function, *args, **options):
+    """Return how many rows PostgreSQL reads from tables and indices for a question."""
+    asked = []
+
+    def note(connection, cursor, statement, parameters, *_):
+        asked.append((statement, parameters))
+
+    event.listen(c, "before_cursor_execute", note)
+    try:
+        function(c, *args, **options)
+    finally:
+        event.remove(c, "before_cursor_execute", note)
+
+    def total(node):
+        below = sum(total(one) for one in node.get("Plans", []))
+        if "Scan" not in node["Node Type"] or node["Node Type"].startswith("Bitmap Index"):
+            return below
+        removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+        return below + (node["Actual Rows"] + removed) * node["Actual Loops"]
+
+    plans = [
+        c.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()[0]["Plan"]
+        for statement, parameters in asked
+    ]
+    return sum(map(total, plans))
+
+
+def test_ten_thousand_runs_read_few_rows_of_postgresql(store, user, session):
+    if store.read_now(lambda c: c.dialect.name) != "postgresql":
+        pytest.skip("only PostgreSQL counts the rows of a plan")
+    store.write_now(fill, user.user_id, session.session_id)
+    store.write_now(lambda c: c.exec_driver_sql("ANALYZE"))
+    found = {}
+    for query, sort in (
+        ("", "-created"),
+        ("", "-last.m2"),
+        ("config.f3=4", "config.f1"),
+        ("run-77", "name"),
+        ("status=running", "-duration"),
+    ):
+        scope = Scope(user.user_id, NOW, query=query)
+        options = {"sort": sort, "fields": ["config.f1", "last.m1"], "limit": 50, "offset": 0}
+        found[query, sort] = store.read_now(rows_read, run_search.list_runs, scope, **options)
+    scope = Scope(user.user_id, NOW)
+    found["groups"] = store.read_now(rows_read, run_search.group_runs, scope, "config.f3")
+    found["fields"] = store.read_now(rows_read, run_search.field_names, scope)
+    # A plain page reads its own rows and counts the others; the rest may look at each run, but not at pairs of them.
+    assert found.pop(("", "-created")) < 1.2 * NUM_RUNS, found
+    assert max(found.values()) < 20 * NUM_RUNS, found

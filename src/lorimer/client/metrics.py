@@ -27,10 +27,10 @@ PAGE_ENTRIES = 10_000
 """Most operations and reported steps of one answer."""
 
 
-def metric_point(metrics: Mapping[str, SupportsFloat], step: int) -> MetricPoint:
+def metric_point(metrics: Mapping[str, SupportsFloat], step: int, optim_steps: int | None = None) -> MetricPoint:
     """The metrics of one step, measured now; numbers of NumPy and tensors of one element are numbers too."""
     values = {name: spelled(float(value)) for name, value in metrics.items()}
-    return MetricPoint(step=step, time=time.time(), values=values)
+    return MetricPoint(step=step, time=time.time(), values=values, optim_steps=optim_steps)
 
 
 class Reports:

@@ -9,6 +9,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Generic, TypeVar
@@ -23,6 +24,8 @@ log = logging.getLogger("lorimer.cookbook")
 
 Item = TypeVar("Item")
 
+NUM_UPDATES = "optim/num_updates"
+"""The metric by which a loop tells how many optimizer steps a step had."""
 MAX_POINTS = 1000
 """Steps that wait to be reported."""
 MAX_VALUES = 5000
@@ -117,11 +120,19 @@ class ServerSink(Reporter[MetricPoint]):
     def __init__(self, total_steps: int | None = None) -> None:
         super().__init__(MAX_POINTS)
         self._total_steps = total_steps
+        self._num_updates = 0
 
     def log(self, metrics: Metrics, step: int) -> None:
         if self._client is not None:
             numbers = {_accepted(name): value for name, value in metrics.items() if not isinstance(value, str)}
-            self._put(metric_point(numbers, step))
+            self._put(metric_point(numbers, step, self._count(numbers)))
+
+    def _count(self, numbers: Mapping[str, float]) -> int | None:
+        """The optimizer steps up to now, of a loop that reports how many each of its steps has."""
+        if (done := numbers.get(NUM_UPDATES)) is None:
+            return None
+        self._num_updates += int(done)
+        return self._num_updates
 
     async def _deliver(self, client: TrainingClient, items: list[MetricPoint]) -> None:
         await client.reports.send(items, PATIENCE_SECONDS, self._steps_done(items))

@@ -148,7 +148,7 @@ def make_sampler(context: Context) -> Sampler:
     scheduler, settings = context.scheduler, context.settings
     node, data = node_name(settings), context.directory.path
     if settings.role != "all":
-        return Sampler(context.store, f"{node} api {os.getpid()}", data, lambda: (), dict)
+        return Sampler(context.store, f"{node} api {os.getpid()}", data, lambda: (), None)
     return Sampler(
         context.store,
         node,

@@ -360,7 +360,7 @@ def decode_metrics(body: bytes, settings: Settings) -> MetricsHead:
     request = validate(parse_json(body or b"{}", metrics_limits(settings).json), ReportMetricsRequest)
     check_metrics(settings, request)
     reports = (
-        Report(point.step, point.time, {name: float(value) for name, value in point.values.items()})
+        Report(point.step, point.time, {name: float(value) for name, value in point.values.items()}, point.optim_steps)
         for point in request.points
     )
     return MetricsHead(*encode_reports(reports), request.steps_done)

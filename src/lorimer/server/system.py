@@ -18,6 +18,9 @@ from lorimer.server.gpus import Gpus
 from lorimer.store import system
 from lorimer.store.database import Store
 
+QUEUED = ("forward_backward", "optim_step", "sample")
+"""Kinds of requests that are counted even before there was one."""
+
 
 class Sampler:
     def __init__(
@@ -26,15 +29,20 @@ class Sampler:
         source: str,
         data: Path,
         replicas: Callable[[], Sequence[ServedModel]],
-        queued: Callable[[], Mapping[str, int]],
+        queued: Callable[[], Mapping[str, int]] | None,
     ) -> None:
-        """``replicas`` are those whose engines this process runs, ``queued`` its unfinished requests by kind."""
+        """``replicas`` are those whose engines this process runs, ``queued`` its unfinished requests by kind.
+
+        A process that computes nothing has no queues: ``queued`` is None.
+        """
         self._store, self.source, self._data = store, source, data
         self._replicas, self._queued = replicas, queued
         self._process = psutil.Process()
         self._engines: dict[int, psutil.Process] = {}
         self._tokens: dict[tuple[str, str], tuple[float, int]] = {}
         """When a replica's total of a kind was read, and the total."""
+        self._kinds = set(QUEUED)
+        """Of requests: an empty queue is a zero, not a gap."""
         self._gpus: Gpus | None = None
         psutil.cpu_percent()  # later calls measure since the one before
         self._process.cpu_percent()
@@ -42,11 +50,19 @@ class Sampler:
     async def sample(self) -> None:
         """Take a sample and store it."""
         now, replicas = time.time(), self._replicas()
-        values = {f"queue/{kind}": float(number) for kind, number in self._queued().items()}
+        values = self._lengths()
         for replica in replicas:
             values |= self._rates(replica, time.monotonic())
         values |= await asyncio.to_thread(self._measure, {one.replica: one.pid for one in replicas if one.pid})
         await self._store.write(system.add, self.source, int(now), values)
+
+    def _lengths(self) -> dict[str, float]:
+        """Return the lengths of the queues by kind."""
+        if self._queued is None:
+            return {}
+        queued = self._queued()
+        self._kinds |= queued.keys()
+        return {f"queue/{kind}": float(queued.get(kind, 0)) for kind in self._kinds}
 
     def _rates(self, replica: ServedModel, now: float) -> dict[str, float]:
         """Return the tokens per second since the last sample. A replica that began to count again has none yet."""

@@ -6,7 +6,7 @@ before them.
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +91,18 @@ def client_series(entries: Entries, names: Collection[str] | None) -> dict[str, 
 
 
 def engine_series(
-    entries: Entries, is_changed: Flags, num_steps: int, names: Collection[str] | None
+    entries: Entries,
+    is_changed: Flags,
+    num_steps: int,
+    names: Collection[str] | None,
+    place: Callable[[Integers], Integers] | None = None,
 ) -> dict[str, Columns]:
-    """Return the series of operations, ordered by number, after ``num_steps`` steps.
+    """Return the series of operations, ordered by number, after ``num_steps`` optimizer steps.
 
-    Only steps with an ``is_changed`` value.
+    Only steps with an ``is_changed`` value. ``place`` returns the steps that optimizer steps belong to, in order.
     """
     steps = num_steps + np.cumsum(entries.is_step) - entries.is_step
+    steps = steps if place is None else place(steps)
     times = entries.times[np.searchsorted(steps, steps, side="right") - 1]  # the time of the step's last operation
     series = {}
     for name, (found, values) in _by_name(entries.data, names).items():

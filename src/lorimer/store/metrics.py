@@ -15,6 +15,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
 
 from lorimer.errors import TooLarge
+from lorimer.store import client_steps
+from lorimer.store.client_steps import ClientSteps
 from lorimer.store.metric_series import FIELDS, Entries, client_series, decode, encode, engine_series
 from lorimer.store.tables import metric_names, metric_totals, metrics
 from lorimer.types.thinning import POINTS_PER_BUCKET, Columns, join, thin
@@ -42,6 +44,8 @@ class Report:
     step: int
     at: float | None
     values: Mapping[str, float]
+    optim_steps: int | None = None
+    """The optimizer steps done by the end of the step; see `client_steps`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class EncodedReport:
     """None is the time of storing."""
     num_values: int
     data: bytes
+    optim_steps: int | None = None
 
 
 class Cursor(NamedTuple):
@@ -98,13 +103,15 @@ ALL = Choice()
 Steps = tuple[int, int]
 
 
-def _chosen_steps(choice: Choice) -> tuple[Steps, Steps] | None:
+def _chosen_steps(choice: Choice, counted: ClientSteps | None) -> tuple[Steps, Steps] | None:
     """Return the steps of client and engine entries, the latter in the training run's own count; None if all."""
     window = choice.window or Window()
     if choice.steps is None and not window.is_cut:
         return None
     first, last = choice.steps or (0, LAST_NUMBER)
     last_client = last if window.last_client_step is None else min(last, window.last_client_step)
+    if counted is not None:
+        return (first, last_client), counted.optim_steps(first, last_client)
     last_engine = last if window.last_engine_step is None else min(last, window.last_engine_step)
     before = window.optim_steps_before
     return (first, last_client), (max(first - before, 0), last_engine - before)
@@ -142,12 +149,18 @@ def encode_reports(reports: Iterable[Report]) -> tuple[list[EncodedReport], list
 
     Needs no database: for a large report this takes longest, and is done in another process.
     """
-    by_step: dict[int, tuple[float | None, dict[str, float]]] = {}
+    by_step: dict[int, Report] = {}
     for item in reports:
-        known = by_step.get(item.step, (0.0, {}))[1]
-        by_step[item.step] = item.at, known | dict(item.values)
-    encoded = [EncodedReport(step, at, len(values), encode(values)) for step, (at, values) in by_step.items() if values]
-    return encoded, sorted({name for _, values in by_step.values() for name in values})
+        if known := by_step.get(item.step):
+            counted = known.optim_steps if item.optim_steps is None else item.optim_steps
+            item = Report(item.step, item.at, dict(known.values) | dict(item.values), counted)
+        by_step[item.step] = item
+    encoded = [
+        EncodedReport(one.step, one.at, len(one.values), encode(dict(one.values)), one.optim_steps)
+        for one in by_step.values()
+        if one.values
+    ]
+    return encoded, sorted({name for one in by_step.values() for name in one.values})
 
 
 def report(
@@ -172,6 +185,7 @@ def report(
         _ADD,
         [
             _row(model_id, "client", item.step, now if item.at is None else item.at, item.data, item.num_values)
+            | {"optim_steps": item.optim_steps}
             for item in reports
         ],
     )
@@ -183,7 +197,8 @@ def report(
 def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_000, choice: Choice = ALL) -> Reading:
     """Return what is new or rewritten since ``after``, from up to ``limit`` entries."""
     wanted = metrics.c.model_id == model_id
-    if (steps := _chosen_steps(choice)) is not None:
+    counted = client_steps.read(c, model_id)
+    if (steps := _chosen_steps(choice, counted)) is not None:
         wanted &= _of_steps(c, model_id, *steps)
     entries, has_more = _next_entries(c, wanted, after.entry_id, limit, choice)
     if has_more and choice.max_points is not None:
@@ -192,10 +207,13 @@ def read(c: Connection, model_id: str, after: Cursor = START, limit: int = 10_00
     cursor = after._replace(entry_id=int(entries.ids[-1])) if num_entries else after
     reported = client_series(entries.take(np.flatnonzero(entries.is_client)), choice.names)
     series: dict[tuple[Source, str], Columns] = {("client", name): found for name, found in reported.items()}
-    if not entries.is_client.all():
-        new = entries.take(np.flatnonzero(~entries.is_client))
+    new = entries.take(np.flatnonzero(~entries.is_client))
+    measured: dict[str, Columns] = {}
+    if counted is not None and num_entries:
+        measured, cursor = _placed_series(c, model_id, new, after, cursor, choice, counted)
+    elif len(new.ids):
         measured, cursor = _engine_series(c, model_id, new, after, cursor, choice)
-        series |= {("engine", name): found for name, found in measured.items()}
+    series |= {("engine", name): found for name, found in measured.items()}
     return Reading(_thinned(series, choice), cursor, has_more, num_entries)
 
 
@@ -276,7 +294,7 @@ def _engine_series(
     steps = select(func.count(), func.coalesce(func.max(metrics.c.number), seen.ended_by)).where(
         of_engine, metrics.c.is_step, metrics.c.number < first
     )
-    own_steps = _chosen_steps(choice)
+    own_steps = _chosen_steps(choice, None)
     if own_steps is None:  # later log entries are read later, and correct these points then
         steps = steps.where(metrics.c.entry_id <= cursor.entry_id)
     num_new_steps, ended_by = c.execute(steps).one()
@@ -298,6 +316,38 @@ def _engine_series(
         series = {name: replace(one, steps=one.steps + shift) for name, one in series.items()}
     ends = entries.numbers[entries.is_step]
     return series, Cursor(cursor.entry_id, int(ends[-1]) if len(ends) else ended_by, num_steps + len(ends))
+
+
+def _placed_series(
+    c: Connection,
+    model_id: str,
+    new: Entries,
+    after: Cursor,
+    cursor: Cursor,
+    choice: Choice,
+    counted: ClientSteps,
+) -> tuple[dict[str, Columns], Cursor]:
+    """Return the points of the client's steps that new operations or reports may have changed, and the next cursor."""
+    of_engine = and_(_of(model_id, "engine"), metrics.c.entry_id <= cursor.entry_id)
+    newest = LAST_NUMBER
+    if len(new.ids):
+        first = int(new.numbers.min())
+        seen = after if after.ended_by < first else START
+        ended = and_(of_engine, metrics.c.is_step, metrics.c.number > seen.ended_by, metrics.c.number < first)
+        newest = seen.num_steps + c.execute(select(func.count()).select_from(metrics).where(ended)).scalar_one()
+    start = counted.first_unsettled(after.entry_id, newest)
+    begun_after = _end_of_step(c, model_id, start - 1) or 0
+    rows = select(*_COLUMNS).where(of_engine, metrics.c.number > begun_after).order_by(metrics.c.number)
+    entries = Entries.of(c.execute(rows).all())
+    if not len(entries.ids):
+        return {}, cursor
+    series = engine_series(entries, np.ones(len(entries.ids), np.bool_), start, choice.names, counted.place)
+    if (steps := _chosen_steps(choice, counted)) is not None:
+        low, high = steps[0]
+        kept = {name: one.take((one.steps >= low) & (one.steps <= high)) for name, one in series.items()}
+        series = {name: one for name, one in kept.items() if len(one.steps)}
+    ends = entries.numbers[entries.is_step]
+    return series, Cursor(cursor.entry_id, int(ends[-1]) if len(ends) else begun_after, start + len(ends))
 
 
 def _add_names(c: Connection, model_id: str, names: set[str], maximum: int) -> None:
@@ -366,4 +416,5 @@ def _row(
         "weight": weight,
         "at": at,
         "data": data,
+        "optim_steps": None,
     }

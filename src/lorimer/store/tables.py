@@ -440,8 +440,10 @@ metrics = Table(
     Column("weight", BigInteger, nullable=False),
     Column("at", Double, nullable=False),
     Column("data", LargeBinary, nullable=False),
+    Column("optim_steps", BigInteger, nullable=True),
     Index(None, "model_id", "entry_id"),
     Index("ix_metrics_number", "model_id", "source", "number", "is_step", "weight"),
+    _part("ix_metrics_optim_steps", "model_id", "number", where="optim_steps IS NOT NULL"),
     sqlite_autoincrement=True,  # a cursor is an entry id, so ids must never be reused
 )
 

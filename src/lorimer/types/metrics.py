@@ -26,6 +26,11 @@ class MetricPoint(Request):
     step: Step
     time: Annotated[float, Strict(), Field(ge=0, le=LAST_SECOND)] | None = None
     values: dict[str, Value]
+    optim_steps: Step | None = None
+    """How many optimizer steps the training run has done by the end of this step.
+
+    Only needed where a step of the client has several or none: the engine's metrics then have the client's steps.
+    """
 
 
 class ReportMetricsRequest(Request):

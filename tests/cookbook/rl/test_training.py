@@ -1,6 +1,7 @@
 """The loops on lorimer/tiny: what a step does, that modes agree, that a resumed run ends as an uninterrupted one."""
 
 import asyncio
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,19 @@ async def test_every_loss_updates(service, log_dir, loss_fn):
     (line,) = read_metrics(log_dir)
     assert line["optim/num_updates"] == 2
     assert "optim/clip_fraction" in line
+
+
+async def test_engine_and_loop_count_the_same_steps(service, log_dir):
+    """Although each step of the loop has two of the optimiser, or none where no group has a signal."""
+    name = f"substeps {secrets.token_hex(4)}"
+    await training.train(make_config(log_dir, num_substeps=2, sinks=("jsonl", "server"), name=name), service)
+    updates = {line["step"]: line["optim/num_updates"] for line in read_metrics(log_dir) if "optim/lr" in line}
+    rest = service.create_rest_client()
+    (run,) = (await rest.list_runs_async(f'name="{name}"')).runs
+    series = {(one.source, one.name): one.points for one in (await rest.get_run_metrics_async(run.run_id)).series}
+    assert [step for step, _, _ in series["client", "optim/lr"]] == list(updates)
+    assert [step for step, _, _ in series["engine", "grad_norm"]] == [step for step, n in updates.items() if n]
+    assert sum(updates.values()) > len(updates)
 
 
 async def test_penalty_moves_advantages_towards_the_reference(service):

@@ -41,6 +41,22 @@ async def test_the_engines_numbers_are_those_that_clients_were_given(ada):
     assert chosen.keys() == {"engine/grad_norm", "engine/loss:sum"}
 
 
+async def test_the_engines_numbers_have_the_steps_of_a_client_that_counts_otherwise(ada):
+    """Two optimizer steps in step 0, none in step 1, one in step 2."""
+    run_id = await ada.run()
+    losses = []
+    for number in range(3):
+        losses.append((await ada.train(run_id, 2 * number + 1)).metrics["loss:sum"])
+        await ada.step(run_id, 2 * number + 2)
+    counts = [{"step": step, "values": {"reward": 1.0}, "optim_steps": n} for step, n in enumerate((2, 2, 3))]
+    assert (await report(ada, run_id, *counts)).status_code == 200
+    found, _ = await points(ada, run_id)
+    assert found["engine/loss:sum"] == {0: pytest.approx(losses[0] + losses[1]), 2: losses[2]}
+    assert list(found["engine/grad_norm"]) == [0, 2]
+    refused = await report(ada, run_id, {"step": 3, "values": {}, "optim_steps": -1})
+    assert refused.status_code == 422 and "points[0].optim_steps" in refused.text
+
+
 async def test_a_failed_step_is_none(ada):
     run_id = await ada.run()
     await ada.train(run_id, 1)

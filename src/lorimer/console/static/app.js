@@ -19,6 +19,7 @@ const PAGES = [
   { path: "sessions/:session", module: "sessions" },
   { path: "usage", module: "usage" },
   { path: "replicas", module: "replicas" },
+  { path: "system", module: "system" },
   { path: "keys", module: "keys" },
   { path: "signin", module: "signin" },
 ];
@@ -31,6 +32,7 @@ const NAVIGATION = [
   ["sessions", "Sessions", "s", "M3 5h18v11H3zM8 20h8M12 16v4"],
   ["usage", "Usage", "u", "M4 20V10M10 20V4M16 20v-7M21 20H3"],
   ["replicas", "Replicas", "e", "M4 4h16v6H4zM4 14h16v6H4zM8 7h2M8 17h2"],
+  ["system", "System", "m", "M3 12h4l3-8 4 16 3-8h4"],
   ["keys", "Keys", "k", "M14.500 9.500a4 4 0 1 0-3 3.900L14 16h2v2h2v2h3v-3l-6.600-6.600z"],
 ];
 const NUM_ALWAYS_SHOWN = 4; // on a phone the others are under "More"

@@ -1,29 +1,23 @@
 // Charts with uPlot: one metric of one or several runs, drawn when scrolled into view and redrawn when its data, the
-// theme or its width change; and sparklines. Colours are CSS variables of style.css.
+// theme or its size change; and sparklines. Colours are CSS variables of style.css; chart_tools.js has the buttons.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { h, short, span, svg } from "./dom.js";
+import { X_SPACE, Y_SPACE, clamp, drawable, xRange, xTicks, yRange, ySize, yTicks } from "./chart_axes.js";
+import { h, replace, short, span, svg } from "./dom.js";
 import { smooth } from "./run_metrics.js";
 import * as scales from "./scales.js";
 
 export const NUM_COLOURS = 8;
 const HEIGHT = 190;
-/** Minimum span of the x axis: one step, or this many seconds. */
-const MIN_SPANS = { step: 1, elapsed: 1e-3, clock: 0.1 };
-/** Margin on both sides of a single point. */
-const ROOM = { step: 1, elapsed: 30, clock: 30 };
-const X_SPACE = 56; // pixels between two labels
-const Y_SPACE = 32;
-const Y_SIZE = 54; // pixels for the labels of the axis
-const CHAR_WIDTH = 6.5;
-const DOUBLE_CLICK_MS = 300;
+const NEAR_PIXELS = 6;
+const MIN_DRAG_PIXELS = 4;
 
 /** Return the colour of the nth run as a CSS variable. */
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
-const faint = (rgb) => rgb.replace("rgb(", "rgba(").replace(")", ", 0.33)");
+const faint = (rgb, alpha = 0.33) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
 
 /** Resolve a CSS variable in the current theme, for a canvas. */
-function computed(name) {
+export function computed(name) {
   const probe = h("i", { class: "offscreen" });
   probe.style.color = `var(${name})`;
   document.body.append(probe);
@@ -33,34 +27,38 @@ function computed(name) {
 }
 
 /**
- * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys], sample: [xs,
- * ys]}`, where smoothing averages the sample; options are `{axis: step|elapsed|clock, isLog, smoothing}`. The
+ * The chart of one metric. `update(lines, options)`: lines are `{label, colour: n, columns: [xs, ys, steps], sample:
+ * [xs, ys], band: [lows, highs], isDashed, runId}`, where smoothing averages the sample and a band belongs to the xs of
+ * the columns; options are `{axis: step|elapsed|clock, isLog, smoothing, marks: [{x, label, kind}], value: format}`. The
  * attributes `data-points` and `data-last` of its element describe what it shows. A drag calls `onZoom([low, high])`
- * with the x of both ends; a double click calls `onZoom(null)`.
+ * with the x of both ends, a double click `onZoom(null)`, and a click `onStep(runId, step)`.
  */
 export class MetricChart {
-  constructor(name, source, signal, onZoom) {
-    this.onZoom = onZoom;
+  constructor(name, source, signal, { onZoom = () => {}, onStep = null, tools = null, sync = "metrics" } = {}) {
+    Object.assign(this, { name, onZoom, onStep, sync });
     this.lines = [];
     this.plot = null;
     this.isZoomed = false;
     this.isVisible = false;
     this.isStale = false;
+    this.isExpanded = false;
     this.values = h("div", { class: "chart-values" });
     this.canvas = h("div", { class: "chart-canvas", role: "img" });
+    this.origin = h("span");
+    this.tip = h("div", { class: "chart-tip", hidden: true });
     this.element = h(
       "figure",
       { class: "chart", "data-metric": name, "data-source": source },
-      h(
-        "figcaption",
-        null,
-        h("h3", null, name),
-        source === "client" && h("span", { class: "tag", title: "Reported by the client" }, "client"),
-      ),
-      this.values,
+      h("figcaption", null, h("h3", { title: name }, breakable(name)), tools?.(this)),
+      h("div", { class: "chart-head" }, this.values, this.origin),
       this.canvas,
     );
-    this.name = name;
+    this.setSource(source);
+    this.follow(signal);
+  }
+
+  /** Draw when visible, when resized and when the theme changes, until the page is left. */
+  follow(signal) {
     const seen = new IntersectionObserver((entries) => this.setVisible(entries.at(-1).isIntersecting), {
       rootMargin: "200px",
     });
@@ -75,6 +73,19 @@ export class MetricChart {
       window.removeEventListener("lorimer:theme", restyle);
       this.plot?.destroy();
     });
+  }
+
+  /** Say who measured what is shown: engine, client, or both, which agree or differ. */
+  setSource(source, both = null) {
+    if (this.element.dataset.source === source && this.both === both) return;
+    this.element.dataset.source = source;
+    this.both = both;
+    const [text, title] = {
+      null: source === "client" ? ["client", "Reported by the client"] : [],
+      same: ["client = engine", "Client and engine report the same values; they are drawn once"],
+      differ: ["client ≠ engine", "Client and engine report different values; the engine's are dashed"],
+    }[both];
+    replace(this.origin, text && h("span", { class: "tag", title }, text));
   }
 
   update(lines, options) {
@@ -97,9 +108,14 @@ export class MetricChart {
     if (isVisible && (this.isStale || !this.plot)) this.rebuild();
   }
 
+  get height() {
+    return this.isExpanded ? Math.max(this.canvas.clientHeight, HEIGHT) : HEIGHT;
+  }
+
   fit() {
-    const width = this.canvas.clientWidth;
-    if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
+    const [width, { height }] = [this.canvas.clientWidth, this];
+    if (this.plot && width && (width !== this.plot.width || height !== this.plot.height))
+      this.plot.setSize({ width, height });
   }
 
   /** Describe the chart for tests and screen readers. */
@@ -107,7 +123,7 @@ export class MetricChart {
     const finite = this.lines.map((line) => line.columns[1].filter((value) => value !== null));
     const counts = finite.map((values) => values.length);
     this.extraDigits = extraDigitsOf(finite.flat());
-    const last = this.lines.map((line) => short(lastOf(line.columns[1]), this.extraDigits));
+    const last = this.lines.map((line) => this.format(lastOf(line.columns[1])));
     this.element.dataset.points = counts.join(" ");
     this.element.dataset.last = this.lines.map((line) => lastOf(line.columns[1]) ?? "").join(" ");
     this.canvas.setAttribute(
@@ -116,16 +132,21 @@ export class MetricChart {
     );
   }
 
-  /** Return uPlot's columns: the raw lines and, when smoothing, the smoothed ones after them. */
+  format(value) {
+    return this.options?.value ? this.options.value(value) : short(value, this.extraDigits);
+  }
+
+  /** Return uPlot's columns, in the order of `strokes`: a line, it smoothed, and both edges of its band. */
   data() {
     const { isLog, smoothing } = this.options;
     const usable = (values) => values.map((value) => drawable(value, isLog));
-    const tables = this.lines.flatMap(({ columns: [xs, ys], sample }) => [
+    const soft = (values) => (smoothing ? smooth(values, smoothing) : values);
+    const tables = this.lines.flatMap(({ columns: [xs, ys], sample, band }) => [
       [xs, usable(ys)],
-      ...(smoothing ? [[sample[0], usable(smooth(sample[1], smoothing))]] : []),
+      ...(smoothing ? [[sample[0], usable(soft(sample[1]))]] : []),
+      ...(band ? band.map((edge) => [xs, usable(soft(edge))]) : []),
     ]);
-    if (!tables.length || tables.every(([xs]) => !xs.length))
-      return [[], ...this.lines.flatMap(() => (smoothing ? [[], []] : [[]]))];
+    if (!tables.length || tables.every(([xs]) => !xs.length)) return [[], ...tables.map(() => [])];
     return uPlot.join(tables);
   }
 
@@ -138,7 +159,7 @@ export class MetricChart {
     this.plot?.destroy();
     this.isZoomed = false;
     const width = this.canvas.clientWidth || 300;
-    this.plot = new uPlot({ width, height: HEIGHT, ...this.settings() }, this.data(), this.canvas);
+    this.plot = new uPlot({ width, height: this.height, ...this.settings() }, this.data(), this.canvas);
   }
 
   settings() {
@@ -150,13 +171,14 @@ export class MetricChart {
       grid: { stroke: line, width: 1 },
       ticks: { stroke: line, width: 1, size: 4 },
     };
+    const { series, bands } = this.strokes(smoothing);
     return {
       padding: [8, 18, 0, (plot) => (plot.scales.y.min == null ? 18 : 0)], // room for the first x label
       legend: { show: false },
       cursor: {
-        sync: { key: "metrics", scales: ["x", null] },
+        sync: { key: this.sync, scales: ["x", null] },
         y: false,
-        points: { size: 7 },
+        points: { size: (plot, i) => (plot.series[i].isEdge ? 0 : 7) },
         drag: { x: true, y: false, setScale: true },
       },
       scales: {
@@ -165,31 +187,57 @@ export class MetricChart {
       },
       axes: [
         { ...axisLook, size: 26, gap: 3, space: X_SPACE, ...xTicks(axis) },
-        { ...axisLook, size: ySize, gap: 4, space: Y_SPACE, ...yTicks(isLog) },
+        { ...axisLook, size: ySize, gap: 4, space: Y_SPACE, ...yTicks(isLog, this.options.value) },
       ],
-      series: [{}, ...this.lines.flatMap((one) => strokes(one, smoothing))],
+      series,
+      bands,
       hooks: {
-        setCursor: [(plot) => this.showValues(plot.cursor.idx)],
+        setCursor: [(plot) => (this.showValues(plot.cursor.idx), this.showTip(plot))],
         setSelect: [(plot) => this.zoom(plot)],
-        draw: [(plot) => this.markGaps(plot)],
+        draw: [(plot) => this.markGaps(plot), (plot) => this.drawMarks(plot)],
         ready: [(plot) => this.listen(plot)],
       },
     };
   }
 
-  /** A double click shows all steps again; a single click, unless it ends a drag, dispatches its step. */
+  /** Return uPlot's series and bands of all lines. */
+  strokes(smoothing) {
+    const [series, bands] = [[{}], []];
+    for (const line of this.lines) {
+      const stroke = computed(`--c${line.colour % NUM_COLOURS}`);
+      series.push(...strokesOf(line, stroke, smoothing));
+      if (!line.band) continue;
+      const edge = { stroke: "transparent", width: 0, points: { show: false }, isEdge: true };
+      series.push(edge, { ...edge });
+      bands.push({ series: [series.length - 1, series.length - 2], fill: faint(stroke, 0.18) });
+    }
+    return { series, bands };
+  }
+
   listen(plot) {
-    let begun = null;
-    let waiting = null;
-    plot.over.addEventListener("dblclick", () => (clearTimeout(waiting), this.onZoom(null)));
-    plot.over.addEventListener("pointerdown", (event) => (begun = event.clientX));
+    plot.over.append(this.tip);
+    plot.over.addEventListener("dblclick", () => this.onZoom(null));
+    let pressed = null;
+    plot.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
     plot.over.addEventListener("click", (event) => {
-      clearTimeout(waiting);
-      const step = plot.data[0][plot.cursor.idx];
-      if (this.options.axis !== "step" || step === undefined || Math.abs(event.clientX - begun) > 3) return;
-      const picked = new CustomEvent("lorimer:step", { detail: step, bubbles: true });
-      waiting = setTimeout(() => this.element.dispatchEvent(picked), DOUBLE_CLICK_MS);
+      const isDrag = pressed !== null && Math.abs(event.clientX - pressed) >= MIN_DRAG_PIXELS;
+      if (!isDrag) this.choose(plot);
     });
+  }
+
+  /** Tell which step of which run was clicked: of the line that is nearest to the pointer. */
+  choose(plot) {
+    const { idx, top } = plot.cursor;
+    if (!this.onStep || idx === null || idx === undefined) return;
+    const x = plot.data[0][idx];
+    const near = this.lines.flatMap(({ runId, columns: [xs, ys, steps] }) => {
+      const i = indexAt(xs, x);
+      if (i < 0 || !runId || !steps) return [];
+      const distance = ys[i] === null ? Infinity : Math.abs(plot.valToPos(ys[i], "y") - top);
+      return [{ runId, step: steps[i], distance }];
+    });
+    near.sort((a, b) => a.distance - b.distance);
+    if (near.length) this.onStep(near[0].runId, near[0].step);
   }
 
   zoom(plot) {
@@ -211,6 +259,52 @@ export class MetricChart {
     ctx.fillStyle = computed("--bad");
     for (const x of gaps)
       ctx.fillRect(plot.valToPos(x, "x", true) - width / 2, bbox.top + bbox.height - height, width, height);
+  }
+
+  /** Return the marks within the range shown. Those just after the last point, as of a last checkpoint, stand there. */
+  marksOf(plot) {
+    const { min, max } = plot.scales.x;
+    const last = plot.data[0].at(-1);
+    const room = this.options.axis === "step" ? 1 : 0.05 * (last - plot.data[0][0]);
+    const isAfter = ({ x }) => last < x && x <= last + room;
+    const marks = (this.options.marks ?? []).map((mark) => (isAfter(mark) ? { ...mark, x: last } : mark));
+    return marks.filter(({ x }) => min <= x && x <= max);
+  }
+
+  /** Draw checkpoints and resumptions as dashed vertical lines with a small flag at the top. */
+  drawMarks(plot) {
+    const { ctx, bbox } = plot;
+    const marks = this.marksOf(plot);
+    if (!marks.length) return;
+    const ratio = uPlot.pxRatio;
+    ctx.save();
+    ctx.lineWidth = ratio;
+    for (const { x, kind } of marks) {
+      const left = Math.round(plot.valToPos(x, "x", true)) + 0.5;
+      ctx.strokeStyle = ctx.fillStyle = computed(kind === "resume" ? "--warn" : "--muted");
+      ctx.globalAlpha = kind === "resume" ? 0.9 : 0.55;
+      ctx.setLineDash([3 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.beginPath();
+      ctx.moveTo(left - 4 * ratio, bbox.top - 5 * ratio);
+      ctx.lineTo(left + 4 * ratio, bbox.top - 5 * ratio);
+      ctx.lineTo(left, bbox.top + ratio);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  /** Show what a mark under the pointer says. */
+  showTip(plot) {
+    const { left } = plot.cursor;
+    const near = this.marksOf(plot).filter(({ x }) => Math.abs(plot.valToPos(x, "x") - left) <= NEAR_PIXELS);
+    this.tip.hidden = !near.length || left < 0;
+    if (this.tip.hidden) return;
+    replace(this.tip, near.slice(0, 4).map(({ label }) => h("div", null, label)));
+    this.tip.style.left = `${Math.max(0, Math.min(left + 8, plot.over.clientWidth - this.tip.offsetWidth))}px`;
   }
 
   /** Return the x of the first non-finite value, or undefined. */
@@ -237,7 +331,8 @@ export class MetricChart {
     const x = hasCursor ? this.plot.data[0][index] : undefined;
     const nodes = this.lines.map((line) => {
       const value = x === undefined ? lastOf(line.columns[1]) : valueAt(line.columns, x);
-      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), short(value, this.extraDigits));
+      const text = `${this.format(value)}${deviation(line, x, this.extraDigits)}`;
+      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), text);
       node.firstChild.style.background = colour(line.colour);
       return node;
     });
@@ -251,9 +346,11 @@ export class MetricChart {
   }
 }
 
-function strokes(line, smoothing) {
-  const stroke = computed(`--c${line.colour % NUM_COLOURS}`);
-  const dash = line.colour >= NUM_COLOURS ? [6, 4] : undefined;
+/** Return a name that may be broken after its slashes and underscores. */
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
+function strokesOf(line, stroke, smoothing) {
+  const dash = line.isDashed || line.colour >= NUM_COLOURS ? [6, 4] : undefined;
   if (!smoothing) return [{ stroke, width: 1.75, dash, points: { filter: isolated } }];
   return [
     { stroke: faint(stroke), width: 1, points: { show: false } },
@@ -272,7 +369,8 @@ function isolated(plot, series, isMarked) {
 }
 
 function sameLines(a, b) {
-  return a.length === b.length && a.every((line, i) => line.label === b[i].label && line.colour === b[i].colour);
+  const shape = ({ label, colour: n, isDashed, band }) => [label, n, Boolean(isDashed), Boolean(band)].join("\n");
+  return a.length === b.length && a.every((line, i) => shape(line) === shape(b[i]));
 }
 
 function lastOf(values) {
@@ -280,15 +378,28 @@ function lastOf(values) {
   return null;
 }
 
-/** Return the value at an x or the last one before it: another run may have no point there. */
-function valueAt([xs, ys], x) {
+/** Return the index of an x or of the last one before it, or -1. */
+function indexAt(xs, x) {
   let [first, end] = [0, xs.length];
   while (first < end) {
     const middle = (first + end) >> 1;
     if (xs[middle] <= x) first = middle + 1;
     else end = middle;
   }
-  return first ? ys[first - 1] : null;
+  return first - 1;
+}
+
+/** Return the value at an x or the last one before it: another run may have no point there. */
+export function valueAt([xs, ys], x) {
+  const i = indexAt(xs, x);
+  return i < 0 ? null : ys[i];
+}
+
+/** Write the half width of a line's band at an x, or at its end. */
+function deviation({ band, columns: [xs], isRange }, x, digits) {
+  if (!band || isRange) return "";
+  const i = x === undefined ? xs.length - 1 : indexAt(xs, x);
+  return i < 0 ? "" : ` ± ${short((band[1][i] - band[0][i]) / 2, Math.min(digits, 1))}`;
 }
 
 function extraDigitsOf(values) {
@@ -296,57 +407,6 @@ function extraDigitsOf(values) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
   return scales.extraDigits(clamp(low), clamp(high));
-}
-
-// ── axes ────────────────────────────────────────────────────────────────────────────────────────────
-
-const clamp = (value) => Math.min(Math.max(value, -scales.MAX_DRAWN), scales.MAX_DRAWN);
-
-/** Clamp a value to the drawable range; gaps stay, and a logarithmic axis drops values that are not positive. */
-function drawable(value, isLog) {
-  if (value === null || value === undefined) return value;
-  if (!isLog) return clamp(value);
-  return value > 0 ? clamp(Math.max(value, scales.MIN_DRAWN)) : null;
-}
-
-function xRange(xs, low, high, axis) {
-  if (low === null) return [null, null];
-  if (xs.length === 1) return [Math.max(0, xs[0] - ROOM[axis]), xs[0] + ROOM[axis]];
-  return scales.widened(low, high, MIN_SPANS[axis]);
-}
-
-function yRange(low, high, isLog) {
-  if (low === null) return [null, null];
-  return isLog ? scales.logRange(low, high) : scales.linearRange(low, high);
-}
-
-/** Configure a uPlot axis with our ticks and labels. uPlot requires increments too. */
-function ticksOf(make, label) {
-  return {
-    incrs: (_plot, _axis, low, high) => [Math.max(5, high - low)],
-    splits: (plot, axis, low, high) => {
-      const { width, height } = plot.bbox;
-      const pixels = (axis ? height : width) / uPlot.pxRatio;
-      return make(low, high, pixels / (axis ? Y_SPACE : X_SPACE));
-    },
-    filter: (_, ticks) => ticks,
-    values: (_, ticks) => (ticks.length ? label(ticks) : []),
-  };
-}
-
-function xTicks(axis) {
-  if (axis === "clock") return {};
-  if (axis === "elapsed") return ticksOf(scales.durationTicks, scales.durationLabels);
-  return ticksOf((low, high, count) => scales.linearTicks(low, high, count, 1), scales.linearLabels);
-}
-
-function yTicks(isLog) {
-  return isLog ? ticksOf(scales.logTicks, scales.logLabels) : ticksOf(scales.linearTicks, scales.linearLabels);
-}
-
-/** Return the width of the y labels in pixels. */
-function ySize(_, labels) {
-  return Math.max(Y_SIZE, 12 + CHAR_WIDTH * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
 /** Draw a sparkline; newest value at the right. */

@@ -1,18 +1,20 @@
-// The charts of a run and of runs compared with it: selection of runs and metrics, options, legend. The URL contains
-// all choices, so that a link shows the same view.
+// The charts of a run and of runs compared with it: which runs and metrics, what is drawn of them, and the legend. The
+// URL contains all choices, so that a link shows the same view. curve_sections.js arranges the charts.
 
 import { get, part } from "./api.js";
-import { MetricChart, NUM_COLOURS, colour } from "./charts.js";
-import { button, choice, empty, h, replace, runLink, searchBox, shortRun, toast } from "./dom.js";
+import { save } from "./chart_export.js";
+import { chartTools } from "./chart_tools.js";
+import { MetricChart, colour } from "./charts.js";
+import { AXES, curveControls } from "./curve_controls.js";
+import { CurveSections } from "./curve_sections.js";
+import { button, empty, h, replace, runLink, shortRun, toast } from "./dom.js";
 import { metricsProgram } from "./getting_started.js";
+import { agree, constantOf, kindOf, panels } from "./metric_sections.js";
 import { differing, flatten } from "./run_identity.js";
-import { RunMetrics, csv, rankOf } from "./run_metrics.js";
+import { RunMetrics, csv } from "./run_metrics.js";
+import { meanOf, seedGroups } from "./seed_groups.js";
 
-const AXES = [
-  ["step", "step"],
-  ["elapsed", "time since start"],
-  ["clock", "time of day"],
-];
+export const MAX_RUNS = 16;
 
 export class Curves {
   constructor(runId, { query, setQuery, signal }) {
@@ -22,9 +24,12 @@ export class Curves {
     /** What is known of each run by id: name and configuration. */
     this.known = new Map();
     this.legendBy = query.get("legend") === "fields" ? "fields" : "name";
+    this.isGrouped = query.get("seeds") === "1";
+    this.hasMarks = query.get("marks") !== "0";
+    this.hasConstants = query.get("constants") === "1";
     this.onRuns = () => {};
     const others = (query.get("compare") || "").split(",").filter(Boolean);
-    this.runs = [...new Set([runId, ...others])].slice(0, NUM_COLOURS).map((id) => new RunMetrics(id));
+    this.runs = [...new Set([runId, ...others])].slice(0, MAX_RUNS).map((id) => new RunMetrics(id));
     const smoothing = Number(query.get("smooth"));
     this.options = {
       axis: AXES.some(([axis]) => axis === query.get("x")) ? query.get("x") : "step",
@@ -32,13 +37,15 @@ export class Curves {
       smoothing: smoothing > 0 && smoothing < 1 ? smoothing : 0,
     };
     this.filter = query.get("metric") || "";
+    this.marks = [];
     this.legend = h("ul", { class: "run-legend" });
-    this.grid = h("div", { class: "charts" });
+    this.sections = new CurveSections(query, setQuery, () => this.draw(new Set()));
     this.nothing = h("div");
     this.thinned = h("p", { class: "muted", hidden: true });
     this.isReadingOn = false;
     this.isZooming = false;
-    this.element = h("div", { class: "curves" }, this.controls(), this.legend, this.nothing, this.thinned, this.grid);
+    const parts = [curveControls(this), this.legend, this.nothing, this.thinned, this.sections.element];
+    this.element = h("div", { class: "curves" }, parts);
   }
 
   /**
@@ -74,13 +81,14 @@ export class Curves {
   }
 
   /** Return what a run is called in the legend: its name, or the fields in which the runs differ. */
-  labelOf(run) {
+  labelOf(run, isGroup = false) {
     const known = this.known.get(run.runId);
     if (!known) return shortRun(run.runId);
     if (this.legendBy === "name" || this.runs.length < 2) return known.name;
     const names = differing([...this.runs].map((one) => this.known.get(one.runId)).filter(Boolean));
     const flat = new Map(flatten(known.config));
-    return names.map((name) => `${name}=${flat.get(name) ?? "–"}`).join(", ") || known.name;
+    const shown = isGroup ? names.filter((name) => !/(^|\.)seed$/.test(name)) : names;
+    return shown.map((name) => `${name}=${flat.get(name) ?? "–"}`).join(", ") || known.name;
   }
 
   /** Draw the remaining pages of long runs as they arrive. */
@@ -119,106 +127,7 @@ export class Curves {
     return this.runs[0].lastStep;
   }
 
-  // ── controls ──────────────────────────────────────────────────────────────────────────────────────
-
-  controls() {
-    const { axis, isLog, smoothing } = this.options;
-    const labels = [
-      ["name", "names"],
-      ["fields", "differences"],
-    ];
-    this.legendChoice = choice("Legend", labels, this.legendBy, (value) => {
-      this.legendBy = value;
-      this.setQuery({ legend: value === "name" ? null : value });
-      this.draw(null);
-    });
-    const filter = searchBox("Filter metrics by name", "Filter metrics", this.filter, (text) => {
-      this.filter = text;
-      this.setQuery({ metric: text });
-      this.draw(new Set());
-    });
-    const select = choice("Horizontal axis", AXES, axis, (value) =>
-      this.choose({ axis: value }, { x: value === "step" ? null : value }),
-    );
-    const log = h("input", {
-      type: "checkbox",
-      checked: isLog,
-      onchange: () => this.choose({ isLog: log.checked }, { log: log.checked ? "1" : null }),
-    });
-    const slider = h("input", {
-      type: "range",
-      min: "0",
-      max: "0.99",
-      step: "0.01",
-      value: String(smoothing),
-      "aria-label": "Smoothing",
-      oninput: () => {
-        amount.textContent = Number(slider.value).toFixed(2);
-        this.choose({ smoothing: Number(slider.value) }, { smooth: Number(slider.value) ? slider.value : null });
-      },
-    });
-    const amount = h("output", { class: "muted" }, smoothing.toFixed(2));
-    return h(
-      "div",
-      { class: "row chart-controls" },
-      filter,
-      h("label", { class: "check" }, h("span", { class: "muted" }, "x"), select),
-      h("label", { class: "check" }, log, "log scale"),
-      h("label", { class: "check" }, h("span", { class: "muted" }, "smoothing"), slider, amount),
-      this.adding(),
-      this.legendChoice,
-      button("CSV", (event) => this.saveCsv(event.currentTarget), {
-        class: "quiet small",
-        title: "Download all values of the runs shown",
-      }),
-    );
-  }
-
-  /** Build a field that finds runs as one types, by name or any other text of them. */
-  adding() {
-    const input = h("input", {
-      placeholder: "Compare with a run",
-      "aria-label": "Compare with another run, by its name or id",
-      size: "18",
-      autocomplete: "off",
-    });
-    const found = h("ul", { class: "found-runs", hidden: true });
-    const pick = (runId) => {
-      this.addRun(runId);
-      input.value = "";
-      found.hidden = true;
-    };
-    const look = async () => {
-      const q = input.value.trim();
-      const { runs } = q ? await get("/api/v1/runs", { q, limit: 8 }, this.signal) : { runs: [] };
-      if (q !== input.value.trim()) return;
-      const others = runs.filter((run) => !this.runs.some((one) => one.runId === run.run_id));
-      replace(
-        found,
-        others.map((run) => h("li", null, button(run.name, () => pick(run.run_id), { class: "quiet", title: run.run_id }))),
-      );
-      found.hidden = !others.length;
-    };
-    let typing;
-    input.addEventListener("input", () => {
-      clearTimeout(typing);
-      typing = setTimeout(() => look().catch(() => (found.hidden = true)), 200);
-    });
-    const add = async (event) => {
-      event.preventDefault();
-      const text = input.value.trim();
-      clearTimeout(typing);
-      await look().catch(() => {});
-      pick(text.includes(":train:") ? text : (found.querySelector("button")?.title ?? text));
-    };
-    return h(
-      "form",
-      { class: "adding", onsubmit: add },
-      input,
-      h("button", { type: "submit", class: "small" }, "Add"),
-      found,
-    );
-  }
+  // ── choices ───────────────────────────────────────────────────────────────────────────────────────
 
   choose(options, query) {
     Object.assign(this.options, options);
@@ -226,9 +135,34 @@ export class Curves {
     this.draw(null);
   }
 
+  group(isGrouped) {
+    this.isGrouped = isGrouped;
+    this.setQuery({ seeds: isGrouped ? "1" : null });
+    this.draw(null);
+  }
+
+  setHasMarks(hasMarks) {
+    this.hasMarks = hasMarks;
+    this.setQuery({ marks: hasMarks ? null : "0" });
+    this.draw(null);
+  }
+
+  setHasConstants(hasConstants) {
+    this.hasConstants = hasConstants;
+    this.setQuery({ constants: hasConstants ? "1" : null });
+    this.draw(null);
+  }
+
+  /** Take the marks of the run itself, `{step, time, kind, label}`, and draw them if they changed. */
+  setMarks(marks) {
+    if (JSON.stringify(marks) === JSON.stringify(this.marks)) return;
+    this.marks = marks;
+    this.draw(null);
+  }
+
   async addRun(runId) {
     if (!runId || this.runs.some((run) => run.runId === runId)) return;
-    if (this.runs.length >= NUM_COLOURS) return toast(`At most ${NUM_COLOURS} runs fit in one chart.`, "bad");
+    if (this.runs.length >= MAX_RUNS) return toast(`At most ${MAX_RUNS} runs fit in one chart.`, "bad");
     const run = new RunMetrics(runId);
     try {
       await run.poll(this.signal);
@@ -249,25 +183,16 @@ export class Curves {
   }
 
   keepRuns() {
-    this.setQuery({
-      compare: this.runs
-        .slice(1)
-        .map((run) => run.runId)
-        .join(","),
-    });
+    const others = this.runs.slice(1).map((run) => run.runId);
+    this.setQuery({ compare: others.join(",") });
     this.draw(null);
   }
 
   async saveCsv(pressed) {
     pressed.disabled = true;
     try {
-      const parts = await csv(
-        this.runs.map((run) => run.runId),
-        this.signal,
-      );
-      const url = URL.createObjectURL(new Blob(parts, { type: "text/csv" }));
-      h("a", { href: url, download: "metrics.csv" }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 10_000);
+      const runIds = this.runs.map((run) => run.runId);
+      save(new Blob(await csv(runIds, this.signal), { type: "text/csv" }), "metrics.csv");
     } catch (error) {
       if (!this.signal.aborted && error.status !== 401) toast(error.message, "bad");
     } finally {
@@ -277,21 +202,110 @@ export class Curves {
 
   // ── drawing ───────────────────────────────────────────────────────────────────────────────────────
 
-  /** Draw the charts of these keys, or all of them if null. */
+  /** Draw the charts of these series, or all of them if null. */
   draw(changed) {
-    if (changed === null || this.legend.childElementCount !== this.runs.length) this.drawLegend();
+    if (changed === null || this.legend.childElementCount !== this.groups().length) this.drawLegend();
+    const series = this.runs.flatMap((run) => [...run.series.values()]);
+    const found = panels(series);
+    this.sections.setKind(kindOf([...found.keys()]));
     const words = this.filter.toLowerCase().split(/\s+/).filter(Boolean);
-    const keys = this.keys();
-    for (const [key, { name, source }] of keys) {
-      const isNew = !this.charts.has(key);
-      if (isNew) this.charts.set(key, new MetricChart(name, source, this.signal, (range) => this.zoom(range)));
-      const chart = this.charts.get(key);
-      chart.element.hidden = !words.every((word) => name.toLowerCase().includes(word));
-      if (isNew || changed === null || changed.has(key)) chart.update(this.lines(key), { ...this.options });
+    const matches = (name) => words.every((word) => name.toLowerCase().includes(word));
+    const [charts, constants] = [new Map(), []];
+    for (const panel of found.values()) {
+      const values = this.hasConstants ? null : this.constantsOf(panel);
+      if (values && !this.sections.pins.has(panel.name)) {
+        if (matches(panel.name)) constants.push({ name: panel.name, values });
+        continue;
+      }
+      const chart = this.chartOf(panel, changed);
+      chart.element.hidden = !matches(panel.name);
+      charts.set(panel.name, chart);
     }
-    this.place(keys);
-    this.showNothing(keys);
+    this.sections.draw(charts, constants, this.runs.map((run) => this.labelOf(run)));
+    const numShown = [...charts.values()].filter((chart) => !chart.element.hidden).length + constants.length;
+    this.showNothing(found.size, numShown);
     this.showThinned();
+  }
+
+  /** Return the chart of a panel, drawn again if one of its series changed. */
+  chartOf(panel, changed) {
+    const isNew = !this.charts.has(panel.name);
+    if (isNew) this.charts.set(panel.name, this.newChart(panel.name));
+    const chart = this.charts.get(panel.name);
+    const keys = keysOf(panel);
+    if (!isNew && changed !== null && !keys.some((key) => changed.has(key))) return chart;
+    const isBoth = panel.client && panel.engine;
+    const isSame = isBoth && this.runs.every((run) => agree(pointsOf(run, keys[0]), pointsOf(run, keys[1])));
+    chart.setSource(panel.client ? "client" : "engine", isBoth ? (isSame ? "same" : "differ") : null);
+    const marks = this.hasMarks ? this.marksOnAxis() : [];
+    chart.update(this.lines(keys, isBoth && !isSame), { ...this.options, marks });
+    return chart;
+  }
+
+  newChart(name) {
+    return new MetricChart(name, "engine", this.signal, {
+      onZoom: (range) => this.zoom(range),
+      onStep: (run, step) => window.dispatchEvent(new CustomEvent("lorimer:step", { detail: { run, step } })),
+      tools: (chart) => chartTools(chart, () => this.sections.togglePin(name)),
+    });
+  }
+
+  /** Return the marks with their place on the x axis. */
+  marksOnAxis() {
+    const { firstTime } = this.runs[0];
+    const place = { step: ({ step }) => step, elapsed: ({ time }) => time - firstTime, clock: ({ time }) => time };
+    return this.marks
+      .map((mark) => ({ x: place[this.options.axis](mark), kind: mark.kind, label: mark.label }))
+      .filter(({ x }) => Number.isFinite(x));
+  }
+
+  /** Return the only value of a metric in each run, or null if it changes in one of them. */
+  constantsOf(panel) {
+    const keys = keysOf(panel);
+    const found = this.runs.map((run) => {
+      const values = keys.filter((key) => run.series.has(key)).map((key) => constantOf(pointsOf(run, key)));
+      return !values.length ? null : values.every((value) => value !== undefined && value === values[0]) ? values[0] : NaN;
+    });
+    return found.some(Number.isNaN) || found.every((value) => value === null) ? null : found;
+  }
+
+  /** Return the runs that are drawn as one line each: by seeds, or one by one. */
+  groups() {
+    const canGroup = this.isGrouped && this.options.axis === "step";
+    return canGroup ? seedGroups(this.runs, this.known) : this.runs.map((run) => [run]);
+  }
+
+  /** Return the lines of a chart: of the first series of each run, or of all of them, the engine's dashed. */
+  lines(keys, hasBoth) {
+    return this.groups().flatMap((group, n) =>
+      (hasBoth ? keys : [null]).flatMap((key, i) => {
+        const members = group.flatMap((run) => {
+          const own = key ?? keys.find((one) => run.series.has(one));
+          return own && run.series.has(own) ? [{ run, key: own }] : [];
+        });
+        if (!members.length) return [];
+        const label = `${this.groupLabel(group)}${hasBoth && i ? ", engine" : ""}`;
+        return [{ label, colour: n, isDashed: hasBoth && i > 0, ...this.curve(members) }];
+      }),
+    );
+  }
+
+  /** Return the columns of one run, or the mean of several with its band. */
+  curve(members) {
+    const { axis, smoothing } = this.options;
+    const columns = members.map(({ run, key }) => run.columns(key, axis, members.length > 1));
+    const { runId } = members[0].run;
+    if (members.length > 1) {
+      const mean = meanOf(columns);
+      return { runId, ...mean, sample: mean.columns };
+    }
+    const sample = smoothing ? members[0].run.columns(members[0].key, axis, true) : null;
+    return { runId, columns: columns[0], sample };
+  }
+
+  groupLabel(group) {
+    const label = this.labelOf(group[0], group.length > 1);
+    return group.length > 1 ? `${label} (${group.length} runs)` : label;
   }
 
   showThinned() {
@@ -302,37 +316,12 @@ export class Curves {
       "Drag over a part of a chart to see more of it; CSV has every value.";
   }
 
-  /** Return names and sources of all series of all runs by key, in display order. */
-  keys() {
-    const found = new Map();
-    for (const run of this.runs) for (const [key, series] of run.series) found.set(key, series);
-    return new Map([...found].sort(([, a], [, b]) => rankOf(a.name) - rankOf(b.name) || a.name.localeCompare(b.name)));
-  }
-
-  lines(key) {
-    const { axis, smoothing } = this.options;
-    return this.runs.flatMap((run, n) => {
-      if (!run.series.has(key)) return [];
-      const sample = smoothing ? run.columns(key, axis, true) : null;
-      return [{ label: this.labelOf(run), colour: n, columns: run.columns(key, axis), sample }];
-    });
-  }
-
-  /** Reorder charts only if their set changed: moving a chart would end a drag in it. */
-  place(keys) {
-    const wanted = [...keys.keys()].map((key) => this.charts.get(key).element);
-    if (wanted.length === this.grid.childElementCount && wanted.every((node, i) => node === this.grid.children[i]))
-      return;
-    this.grid.replaceChildren(...wanted);
-  }
-
-  showNothing(keys) {
-    const hasVisible = [...keys.keys()].some((key) => !this.charts.get(key).element.hidden);
-    if (hasVisible) return this.nothing.replaceChildren();
-    if (this.nothing.firstChild && !keys.size) return undefined;
+  showNothing(numKnown, numShown) {
+    if (numShown) return this.nothing.replaceChildren();
+    if (this.nothing.firstChild && !numKnown) return undefined;
     return replace(
       this.nothing,
-      keys.size
+      numKnown
         ? empty("No metric matches the filter.")
         : empty(
             "No numbers yet.",
@@ -345,15 +334,21 @@ export class Curves {
   drawLegend() {
     replace(
       this.legend,
-      this.runs.map((run, n) => {
+      this.groups().map((group, n) => {
         const swatch = h("i", { class: "swatch" });
         swatch.style.background = colour(n);
+        const [run] = group;
+        const isMain = run === this.runs[0];
+        const title = group.map((one) => this.known.get(one.runId)?.name ?? one.runId).join(", ");
         return h(
           "li",
           { "data-run": run.runId },
           swatch,
-          n ? runLink(run.runId, this.labelOf(run)) : h("span", { title: run.runId }, this.labelOf(run)),
-          n > 0 &&
+          isMain || group.length > 1
+            ? h("span", { title: group.length > 1 ? title : run.runId }, this.groupLabel(group))
+            : runLink(run.runId, this.labelOf(run)),
+          !isMain &&
+            group.length === 1 &&
             button("×", () => this.removeRun(run), {
               class: "quiet small",
               "aria-label": `Take ${run.runId} out of the charts`,
@@ -362,6 +357,13 @@ export class Curves {
       }),
     );
     this.legend.hidden = this.runs.length < 2;
-    this.legendChoice.hidden = this.runs.length < 2;
+    this.compareControls.hidden = this.runs.length < 2;
   }
 }
+
+/** Return the keys of a panel's series in a run, the client's first. */
+function keysOf({ client, engine }) {
+  return [client && `client ${client}`, engine && `engine ${engine}`].filter(Boolean);
+}
+
+const pointsOf = (run, key) => run.series.get(key)?.points.at ?? new Map();

@@ -3,6 +3,7 @@
 // smoothing) and exports CSV. charts.js draws.
 
 import { get, part } from "./api.js";
+import { cell } from "./csv.js";
 import { Points } from "./thinning.js";
 
 const MAX_POINTS = 2000;
@@ -109,7 +110,7 @@ export class RunMetrics {
   }
 
   /**
-   * Return columns x and y of a series, sorted by x; `axis` is step, elapsed (since the run's first point) or clock.
+   * Return columns x, y and step of a series, sorted by x; `axis` is step, elapsed (since the run's first point) or clock.
    * With `isSample` return unbiased points for averaging, without the extremes of buckets.
    */
   columns(key, axis, isSample = false) {
@@ -120,10 +121,12 @@ export class RunMetrics {
     };
     const isOutside = ([step]) => !detail || step < detail.first || step > detail.last;
     const points = [...of(this.series).filter(isOutside), ...(detail ? of(detail.series) : [])];
-    const rows = points.map((point) => [this.x(point, axis), point[1][1]]).sort((a, b) => a[0] - b[0]);
+    const rows = points
+      .map((point) => [this.x(point, axis), point[1][1], point[0]])
+      .sort((a, b) => a[0] - b[0]);
     // Two steps may have the same timestamp, and a chart needs strictly increasing x.
     const unique = rows.filter((row, i) => i === rows.length - 1 || row[0] !== rows[i + 1][0]);
-    return [unique.map((row) => row[0]), unique.map((row) => row[1])];
+    return [0, 1, 2].map((column) => unique.map((row) => row[column]));
   }
 }
 
@@ -147,20 +150,6 @@ export function smooth(values, weight) {
     total = weight * total + (1 - weight);
     return sum / total;
   });
-}
-
-/** Return the sort key of a metric: the most important metrics come first. */
-export function rankOf(name) {
-  const order = [
-    /(^|[/_])(loss|nll)/i,
-    /reward|return|score|accuracy|correct/i,
-    /kl/i,
-    /ratio|entropy/i,
-    /grad|norm/i,
-    /lr|learning/i,
-  ];
-  const place = order.findIndex((pattern) => pattern.test(name));
-  return place < 0 ? order.length : place;
 }
 
 /** Export every point of the runs as CSV (run, source, metric, step, time, value), in parts for a Blob. */
@@ -194,10 +183,7 @@ async function everything(runId, signal) {
 }
 
 function linesOf(runId, { name, source, steps, times, values }) {
-  // A spreadsheet would run text that starts like this as a formula.
-  const plain = (text) => (/^[=+\-@\t\r]/.test(text) ? `'${text}` : text);
-  const quote = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const begin = [quote(plain(runId)), source, quote(plain(name))].join(",");
+  const begin = [cell(runId), source, cell(name)].join(",");
   const order = steps.map((_, i) => i).sort((a, b) => steps[a] - steps[b] || a - b);
   return order
     .filter((i, n) => steps[i] !== steps[order[n + 1]])

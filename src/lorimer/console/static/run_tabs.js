@@ -29,10 +29,22 @@ export function runTabs(runId, current) {
 /** Return the address of a step's rollouts. */
 export const stepRollouts = (runId, step) => `/console/runs/${part(runId)}/rollouts?step=${step}`;
 
-/** Let a click on a chart of the run lead to the rollouts of that step, if the run has any. */
-export function followSteps(root, runId, { navigate, signal }) {
-  root.addEventListener("lorimer:step", async ({ detail }) => {
-    const { num_rollouts: number } = await get(`/api/v1/runs/${part(runId)}/rollout_steps`, { bins: 1 }, signal);
-    if (number && !signal.aborted) navigate(stepRollouts(runId, detail));
-  });
+const DOUBLE_CLICK_MS = 300;
+
+/** Let a click on a chart lead to the rollouts of that step, if the run has any; a double click does something else. */
+export function followSteps({ navigate, signal }) {
+  let waiting = null;
+  const follow = async ({ run, step }) => {
+    const { num_rollouts: number } = await get(`/api/v1/runs/${part(run)}/rollout_steps`, { bins: 1 }, signal);
+    if (number && !signal.aborted) navigate(stepRollouts(run, step));
+  };
+  window.addEventListener("dblclick", () => clearTimeout(waiting), { signal });
+  window.addEventListener(
+    "lorimer:step",
+    ({ detail }) => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => follow(detail), DOUBLE_CLICK_MS);
+    },
+    { signal },
+  );
 }

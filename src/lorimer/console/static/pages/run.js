@@ -30,7 +30,7 @@ export async function render(root, context) {
   view.gone = () => context.navigate("/console/runs");
   if (tracked) {
     view.curves = new Curves(runId, context);
-    followSteps(view.curves.element, runId, context);
+    followSteps(context);
     view.curves.onRuns = (runs) => replace(view.compared, runs.length > 1 && panel("Differences", differences(runs)));
   }
   const changed = () => refresh(view);
@@ -106,6 +106,7 @@ async function refresh(view) {
     view.curves?.poll(),
   ]);
   const checkpoints = saved.flatMap((one) => one.checkpoints).sort((a, b) => moment(b.time) - moment(a.time));
+  view.curves?.setMarks(marksOf(view.tracked, checkpoints));
   const found = operations?.operations || [];
   const step = view.curves?.lastStep ?? null;
   const numQueued = found.filter((one) => one.state === "queued").length;
@@ -120,6 +121,25 @@ async function refresh(view) {
   if (view.tracked) view.drawRun(view.tracked);
   view.drawCheckpoints({ checkpoints, evaluations: scored?.evaluations || [] });
   view.drawOperations(found);
+}
+
+/** Return what is marked in the charts: checkpoints, and where the run was resumed. */
+function marksOf(run, checkpoints) {
+  const saved = checkpoints
+    .filter((one) => typeof one.step === "number")
+    .map((one) => ({
+      step: one.step,
+      time: moment(one.time).getTime() / 1000,
+      kind: "checkpoint",
+      label: `checkpoint ${one.checkpoint_id.split("/").at(-1)}, after ${short(one.step)} steps`,
+    }));
+  const resumed = run.parts.slice(1).map((one) => ({
+    step: one.first_step ?? one.optim_steps_before,
+    time: moment(one.created_at).getTime() / 1000,
+    kind: "resume",
+    label: `resumed ${moment(one.created_at).toLocaleString()}`,
+  }));
+  return [...saved, ...resumed].sort((a, b) => a.time - b.time);
 }
 
 function factsOf(run, session, account) {

@@ -6,12 +6,14 @@ import { ago, badge, button, choice, empty, formDialog, h, pageHead, panel, repl
 import { short, shortRun, span, table } from "../dom.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
+import { Scatter } from "../scatter.js";
 
 export const title = "Runs";
 
 const SECONDS = 4;
 const PAGE = 100;
-const MAX_COMPARED = 8;
+const MAX_COMPARED = 16;
+const MAX_DRAWN = 1000;
 const TYPING_MS = 250;
 const ARCHIVED = [
   ["no", "not archived"],
@@ -26,6 +28,8 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
     group: query.get("group") || "",
     columns: (query.get("columns") || "").split(",").filter(Boolean),
     archived: query.get("archived") || "no",
+    plot: plotOf(query),
+    drawn: [],
     shown: PAGE,
     runs: [],
     total: 0,
@@ -38,9 +42,13 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
   const list = h("div");
   const grouping = h("span");
   const compare = button("Compare", () => navigate(comparison([...state.chosen.keys()])), { class: "primary" });
+  const plot = plotPanel(state, setQuery, () => reload());
   const drawChanged = whenChanged(() => drawList(state, list, compare, change));
-  const draw = () =>
+  state.onChosen = () => plot.draw();
+  const draw = () => {
+    plot.draw();
     drawChanged([state.runs, state.total, state.groups, [...state.open], state.columns, state.sort, state.problem]);
+  };
   const reload = async () => {
     await load(state, signal);
     replace(grouping, groupChoice(state, change));
@@ -69,7 +77,7 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
     await load(state, signal);
     if (!list.isConnected) {
       replace(grouping, groupChoice(state, change));
-      replace(root, pageHead(title, search, grouping, archived, columns, compare), panel(null, list));
+      replace(root, pageHead(title, search, grouping, archived, columns, plot.toggle, compare), plot.element, panel(null, list));
     }
     draw();
   }, SECONDS);
@@ -85,11 +93,13 @@ function comparison([first, ...others]) {
 async function load(state, signal) {
   const scope = { q: state.search, archived: state.archived };
   try {
-    const [page, groups, fields] = await Promise.all([
+    const [page, groups, fields, drawn] = await Promise.all([
       state.group ? null : fetchRuns(state, state.search, state.shown, signal),
       state.group ? get("/api/v1/run_groups", { ...scope, by: state.group }, signal) : null,
       get("/api/v1/run_fields", { archived: state.archived }, signal),
+      state.plot.isOpen ? fetchDrawn(state, signal) : null,
     ]);
+    state.drawn = drawn?.runs ?? [];
     state.fields = fields;
     state.runs = page?.runs || [];
     state.total = page?.total_count || 0;
@@ -104,6 +114,12 @@ async function load(state, signal) {
 function fetchRuns(state, q, limit, signal) {
   const query = { q, sort: state.sort, archived: state.archived, fields: state.columns.join(","), limit };
   return get("/api/v1/runs", query, signal);
+}
+
+/** Fetch the values of the runs that are drawn as points. */
+function fetchDrawn({ plot, search, archived }, signal) {
+  const fields = [plot.x, plot.y, plot.colour].filter(Boolean).join(",");
+  return fields ? get("/api/v1/runs", { q: search, archived, fields, limit: MAX_DRAWN }, signal) : null;
 }
 
 /** Fetch the runs of a group that is open. */
@@ -150,6 +166,84 @@ async function chooseColumns(state, change) {
     .map((name) => name.trim())
     .filter(Boolean);
   await change({ columns }, { columns: columns.join(",") || null });
+}
+
+// ── scatter ─────────────────────────────────────────────────────────────────────────────────────────
+
+const PLOTTED = { x: "plot_x", y: "plot_y", colour: "plot_colour" };
+
+function plotOf(query) {
+  const chosen = Object.fromEntries(Object.entries(PLOTTED).map(([name, key]) => [name, query.get(key) || ""]));
+  const [isLogX, isLogY] = ["plot_logx", "plot_logy"].map((name) => query.get(name) === "1");
+  return { ...chosen, isLogX, isLogY, isOpen: Boolean(chosen.x || chosen.y) };
+}
+
+/** Build the panel that draws the runs found, or those that are ticked, as points. */
+function plotPanel(state, setQuery, reload) {
+  const { plot } = state;
+  const scatter = new Scatter();
+  const controls = h("div", { class: "row" });
+  const element = panel("Scatter", controls, scatter.element);
+  const keep = () =>
+    setQuery({
+      ...Object.fromEntries(Object.entries(PLOTTED).map(([name, key]) => [key, plot.isOpen ? plot[name] : null])),
+      plot_logx: plot.isOpen && plot.isLogX ? "1" : null,
+      plot_logy: plot.isOpen && plot.isLogY ? "1" : null,
+    });
+  const set = (values) => {
+    Object.assign(plot, values);
+    keep();
+    return reload();
+  };
+  const toggle = button("Scatter", () => set({ isOpen: !plot.isOpen, ...firstFields(state) }), {
+    class: "quiet",
+    title: "Draw a field of the runs against another one",
+  });
+  const draw = whenChanged(() => {
+    replace(controls, plotControls(state, set));
+    const chosen = state.drawn.filter((run) => !state.chosen.size || state.chosen.has(run.run_id));
+    scatter.draw(chosen, plot);
+  });
+  return {
+    element,
+    toggle,
+    draw() {
+      element.hidden = !plot.isOpen;
+      toggle.setAttribute("aria-expanded", String(plot.isOpen));
+      if (plot.isOpen) draw([plot, state.drawn.map((run) => [run.run_id, run.name, run.values]), state.fields, [...state.chosen.keys()]]);
+    },
+  };
+}
+
+/** Return what a scatter plot shows first: a field of the configuration against the last value of a metric. */
+function firstFields({ plot, fields }) {
+  const x = plot.x || (fields.config.length ? `config.${fields.config[0]}` : "created");
+  const measured = fields.metrics.find((name) => /reward|nll|loss/.test(name)) ?? fields.metrics[0];
+  return { x, y: plot.y || (measured ? `last.${measured}` : "duration") };
+}
+
+function plotControls({ plot, fields }, set) {
+  const names = [
+    ...["duration", "steps"],
+    ...fields.config.map((name) => `config.${name}`),
+    ...fields.metrics.flatMap((name) => [`last.${name}`, `min.${name}`, `max.${name}`]),
+  ];
+  const pick = (label, key, first) => {
+    const known = [...new Set([...names, plot[key]])].filter(Boolean).map((name) => [name, name]);
+    const field = choice(label, [...first, ...known], plot[key], (value) => set({ [key]: value }));
+    return h("label", { class: "check" }, h("span", { class: "muted" }, label.toLowerCase()), field);
+  };
+  const log = (label, key) => {
+    const box = h("input", { type: "checkbox", checked: plot[key], onchange: () => set({ [key]: box.checked }) });
+    return h("label", { class: "check" }, box, label);
+  };
+  return [
+    pick("X", "x", []),
+    log("log x", "isLogX"),
+    pick("Y", "y", []),
+    log("log y", "isLogY"),
+    pick("Colour", "colour", [["", "none"]]),
+  ];
 }
 
 // ── drawing ─────────────────────────────────────────────────────────────────────────────────────────
@@ -233,6 +327,7 @@ function runTable(runs, state, compare, change) {
         if (box.checked) state.chosen.set(run.run_id, run.name);
         else state.chosen.delete(run.run_id);
         showChosen(state, compare);
+        state.onChosen?.();
       },
     });
     return box;
