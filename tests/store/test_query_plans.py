@@ -3,7 +3,20 @@
 import pytest
 from sqlalchemy import event
 
-from lorimer.store import Store, checkpoints, episodes, futures, metrics, moves, runs, samplers, sessions, usage, users
+from lorimer.store import (
+    Store,
+    checkpoints,
+    episodes,
+    evaluations,
+    futures,
+    metrics,
+    moves,
+    runs,
+    samplers,
+    sessions,
+    usage,
+    users,
+)
 from lorimer.store.tables import metadata
 from lorimer.store.values import utc_now
 from lorimer.types.sessions import SessionSearchRequest
@@ -34,6 +47,9 @@ QUESTIONS = {
     "checkpoints of a run": lambda c: checkpoints.list_for_run(c, "r"),
     "last of a run": lambda c: checkpoints.last_of_run(c, "r", "training"),
     "expired": lambda c: checkpoints.expired(c, NOW),
+    "evaluations": lambda c: evaluations.list_evaluations(c, evaluations.Filter("u"), 20, 0),
+    "evaluations of a model": lambda c: evaluations.list_evaluations(c, evaluations.Filter("u", "m"), 20, 0),
+    "evaluations of a replaced checkpoint": lambda c: evaluations.delete_of_checkpoint(c, "r", "sampler", "n"),
     "samplers": lambda c: samplers.list_samplers(c, "s"),
     "key": lambda c: users.find_key(c, "tml-x"),
     "episodes": lambda c: episodes.list_episodes(c, "r", after=3),

@@ -1,8 +1,8 @@
 """Where the data of tasks are: a file that is given, or one in the cache. Nothing is ever downloaded here."""
 
-import os
 from pathlib import Path
 
+from lorimer.client.tokenizers import cache_directory
 from lorimer.cookbook.datasets import Row, load_rows
 from lorimer.errors import InvalidInput
 
@@ -18,8 +18,8 @@ SOURCES = {
 
 
 def cache_dir(name: str) -> Path:
-    """Return a folder of the user's cache: ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorimer" / name
+    """Return a folder of the user's cache, beside that of tokenizers: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    return cache_directory().parent / name
 
 
 def read_task_rows(task: str, data: str | None) -> list[Row]:

@@ -211,10 +211,15 @@ function settingsNote(one) {
   return h("small", { class: "muted" }, `${text}; other ${one.differing_settings.join(", ")}`);
 }
 
-function difference({ difference: found }) {
-  const text = (value) => `${value > 0 ? "+" : ""}${short(Number(value.toPrecision(3)))}`;
-  const interval = found.low === null ? "" : `${text(found.low)} – ${text(found.high)}`;
-  return h("div", { class: "score" }, h("b", null, text(found.value)), h("small", { class: "muted" }, interval));
+function difference({ difference: found, first, second }) {
+  const isShare = [first, second].every((one) => valueText(one).endsWith("%"));
+  const text = (value) => {
+    const shown = isShare ? (100 * value).toFixed(1) : short(Number(value.toPrecision(3)));
+    return value > 0 ? `+${shown}` : shown;
+  };
+  const interval = found.low === null ? "" : `${text(found.low)} to ${text(found.high)}`;
+  const unit = isShare ? " points" : "";
+  return h("div", { class: "score" }, h("b", null, text(found.value), unit), h("small", { class: "muted" }, interval));
 }
 
 const counts = (one) => `${short(one.num_first_better)}, ${short(one.num_second_better)}`;
