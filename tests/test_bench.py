@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import math
 import sys
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import memory, workloads
+from bench import memory, quantization, workloads
 from bench.__main__ import main, measure
 from bench.contest import LossCheck, open_contest
 from bench.limits import gemm_seconds
@@ -420,3 +421,15 @@ def test_the_simulated_engine_speaks_the_protocol(monkeypatch, tmp_path):
         assert time.perf_counter() - began > 0.1  # it takes its time
     assert [len(sequence.tokens) for sequence in found[4].sequences] == [4, 4]
     assert is_whole(tmp_path / "saved")
+
+
+def test_formats_of_the_base_are_measured(tmp_path, capsys):
+    text, found = tmp_path / "text.jsonl", []
+    text.write_text('a line of plain text\n{"question": "how many", "answer": "seven", "number": 7}\n')
+    for kind in ("none", "nf4"):
+        quantization.main(["lorimer/debug", str(text), "--kind", kind, "--rounds", "1"])
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found[0]["tokens"] == found[1]["tokens"] > 20
+    assert 0 < abs(found[0]["nll"] - found[1]["nll"]) < 1
+    lines = quantization.table(found).splitlines()
+    assert [line.split(" | ")[0] for line in lines[:4]] == ["| weights", "|" + "---|" * 8, "| float32", "| nf4"]

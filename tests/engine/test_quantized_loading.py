@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from lorimer.engine.adapters.adapters import snapshot
 from lorimer.engine.model.base_model import load_model
-from lorimer.engine.model.quantization import FORMATS
-from lorimer.engine.model.quantized_loading import quantized_weights
+from lorimer.engine.model.quantization import FORMATS, QuantizedWeight
 from lorimer.engine.sampling.merged import PATIENCE, MergedAdapter
 from lorimer.engine.training.trainer import TrainItem
 from lorimer.errors import ModelRefused
 from lorimer.models.debug import make_debug_model, tiny_model
+from lorimer.models.description import describe_model
+from tests.engine.debug_vision import make_debug_vision_model
 from tests.engine.quantized import WIDE, open_quantized, projections
 from tests.engine.reference import (
     DENSE,
@@ -29,11 +30,16 @@ from tests.engine.reference import (
 )
 from tests.engine.test_sampling import finish, make_sampler, prompt_of, request, trainer_logprobs
 from tests.engine.test_training import LENGTHS, assert_same_gradients, eight_runs, run
+from tests.memory import resident_peak
 
 PAIRS = [
     *((name, FORMATS[i % 3]) for i, name in enumerate((*DENSE, *MOE))),
     *((name, kind) for name in ("qwen3", "gpt_oss") for kind in FORMATS),
 ]
+
+
+def quantized_weights(model):
+    return [module for module in model.transformer.modules() if isinstance(module, QuantizedWeight)]
 
 
 @pytest.mark.parametrize(("architecture", "kind"), sorted(set(PAIRS)))
@@ -92,8 +98,7 @@ def test_passes_in_bfloat16_compute_with_the_same_codes(kind, tmp_path):
         (result,) = run(model, [TrainItem(checked(data, "cross_entropy", model.vocab_size), adapter)])
         gradients.append(torch.cat([f.flatten() for pair in adapter.grads.values() for f in pair]))
         losses.append(result.metrics["loss:sum"])
-        experts = [one for module in model.decoder.modules() for one in quantized_weights(module).values()]
-        codes.append(torch.cat([one.codes.flatten() for one in experts]))
+        codes.append(torch.cat([one.codes.flatten() for one in quantized_weights(model)]))
     assert torch.equal(*codes)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.98
@@ -104,11 +109,15 @@ def test_projections_are_quantised_and_the_rest_is_not(architecture, tmp_path):
     model, _ = open_quantized(tmp_path, architecture, "nf4")
     plain = tiny_model(architecture, **WIDE)
     names, rest = projections(model), dict(model.transformer.named_parameters())
+    assert len(quantized_weights(model)) == len(names)
     assert {name for name in names if rest[name].numel()} == set()
     assert model.num_parameters == sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in plain.named_parameters():
         if name not in names and "norm" not in name:  # ours have other names and offsets
             assert torch.equal(rest[name].cpu(), parameter), name
+    weights = quantized_weights(model)
+    dense = model.num_parameters - sum(one.num_weights for one in weights)
+    assert describe_model(tmp_path).weights_bytes["nf4"] == sum(one.num_bytes for one in weights) + 4 * dense
     assert not MergedAdapter(model, 1 << 30).is_possible
     assert model.quantize == "nf4"
 
@@ -131,3 +140,23 @@ def test_weights_that_cannot_be_quantised_are_refused_by_name(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     assert "'debug' is stored quantised, by 'fp8'" in refusal()
+
+
+def test_loading_never_holds_the_dense_model(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32}
+    tiny_model("llama", **sizes).bfloat16().save_pretrained(tmp_path)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
+    with resident_peak() as peak:
+        model = load_model(tmp_path, DEVICE, "wide", quantize="nf4")
+    # The file is mapped, and its pages are counted where they were read.
+    assert peak.num_bytes - file_bytes < 0.4 * 4 * model.num_parameters
+    assert 0.1 < sum(one.num_bytes for one in quantized_weights(model)) / (4 * model.num_parameters) < 0.15
+
+
+def test_the_vision_tower_is_not_quantised_and_images_are_still_read(tmp_path):
+    make_debug_vision_model(tmp_path)
+    model = load_model(tmp_path, DEVICE, "seeing", quantize="nf4")  # compares a sequence with an image as well
+    assert model.no_images == ""
+    paths = [name for name, module in model.transformer.named_modules() if isinstance(module, QuantizedWeight)]
+    assert len(paths) == 2 * 7
+    assert all("language_model.layers" in path for path in paths)

@@ -31,7 +31,8 @@ from lorimer.engine.model.experts import packed_experts
 from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
 from lorimer.engine.model.mlp import replace_gated_mlps
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
-from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized, quantized_weights
+from lorimer.engine.model.quantization import QuantizedWeight
+from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
@@ -97,7 +98,7 @@ class BaseModel:
         self.config = model.config.get_text_config()
         self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
-        quantized = [one for module in model.modules() for one in quantized_weights(module).values()]
+        quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
         self.num_parameters = sum(p.numel() for p in model.parameters()) + sum(one.num_weights for one in quantized)
         self.architecture = type(model).__name__
         refuse_unpackable(self.config)

@@ -151,8 +151,10 @@ class FrozenLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # Owned here, so that the parameters of the model are those it computes with, and sharding finds them.
         self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
-        quantized = quantized_weights(linear).get("weight")
-        self.matrix = FrozenMatrix.of(self, max_packed_rows) if quantized is None else QuantizedMatrix(quantized, self)
+        self.quantized = quantized_weights(linear).get("weight")
+        self.matrix = (
+            FrozenMatrix.of(self, max_packed_rows) if self.quantized is None else QuantizedMatrix(self.quantized, self)
+        )
         self.targets = targets
         self.slot = slot
         self.siblings: Siblings | None = None
