@@ -179,6 +179,24 @@ def test_the_dynamic_map_is_the_published_one(is_signed: bool) -> None:
     torch.testing.assert_close(ours.double(), torch.from_numpy(dynamic_map(is_signed)), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_of_moments_are_those_of_the_nearest_numbers(is_signed: bool) -> None:
+    """Compared with a search among the borders, at the borders, next to them, around zero and anywhere."""
+    values = quantized_moments._map(is_signed, torch.device("cpu"))
+    borders = values[:-1] + (values[1:] - values[:-1]) * 0.5
+    edges = [borders, *(torch.nextafter(borders, torch.tensor(to)) for to in (-2.0, 2.0)), values]
+    random = torch.randn(200_000, generator=torch.Generator().manual_seed(3)).sinh().div(30).clamp(-1, 1)
+    numbers = torch.cat([*edges, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38]), random])
+    numbers = numbers if is_signed else numbers.abs()
+    numbers = numbers[: len(numbers) // 255 * 255].view(-1, 255)
+    blocks = torch.cat([torch.ones(len(numbers), 1), numbers], 1)  # so that each has the scale 1
+    codes, scale = quantized_moments._quantize(blocks.flatten(), is_signed)
+    assert torch.equal(scale, torch.ones(len(blocks)))
+    expected = torch.bucketize(blocks.flatten(), borders, right=True)
+    assert torch.equal(codes.long(), expected)
+    assert set(codes.tolist()) == set(range(256))
+
+
 BYTES_PER_NUMBER = {
     "adamw": 8.0,
     "adam": 8.0,
