@@ -16,7 +16,7 @@ from lorimer.engine.adapters import checkpoints
 from lorimer.engine.adapters.adapters import Adapter, create_adapter, flatten, name_factors, snapshot
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
-from lorimer.engine.training import quantized_moments
+from lorimer.engine.training import optim, quantized_moments
 from lorimer.engine.training.optim import apply, check_state, state_bytes, take_step
 from lorimer.engine.training.optimizers import OPTIMIZERS, average_weights, defaults
 from lorimer.errors import CheckpointError, InvalidInput
@@ -177,6 +177,52 @@ def test_the_dynamic_map_is_the_published_one(is_signed: bool) -> None:
     ours = quantized_moments._map(is_signed, torch.device("cpu"))
     assert len(ours) == 256
     torch.testing.assert_close(ours.double(), torch.from_numpy(dynamic_map(is_signed)), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_weights_in_parts_equal_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, with parts that begin and end anywhere, and chunks of several weights."""
+    shapes = {"big": (37, 300), "vector": (5001,), "small": (3, 5), "wide": (2, 9000)}
+
+    def steps(chunk_bytes: int) -> tuple[list[Tensor], list[float]]:
+        monkeypatch.setattr(optim, "_CHUNK_BYTES", chunk_bytes)
+        random = torch.Generator().manual_seed(5)
+        weights = {key: torch.randn(shape, generator=random) for key, shape in shapes.items()}
+        state: dict[str, dict[str, Tensor]] = {}
+        moves = []
+        for step in range(3):
+            before = {key: tensor.clone() for key, tensor in weights.items()}
+            grads = {key: torch.randn(shape, generator=random) for key, shape in shapes.items()}
+            outcome = take_step(OptimizerConfig(type=name), weights, grads, state, step, {"learning_rate": 0.01}, {})
+            moved = torch.cat([(weights[key] - before[key]).double().flatten() for key in shapes]).norm()
+            assert outcome.metrics["update_norm"] == pytest.approx(moved.item(), rel=1e-5)
+            moves.append(outcome.metrics["update_norm"])
+        return [*weights.values(), *(one for kind in state.values() for one in kind.values())], moves
+
+    whole, moves = steps(1 << 30)
+    for chunk_bytes in (4096, 20_000):
+        parts, moves_in_parts = steps(chunk_bytes)
+        assert moves_in_parts == pytest.approx(moves, rel=1e-5)
+        for ours, expected in zip(parts, whole, strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_of_moments_are_those_of_the_nearest_numbers(is_signed: bool) -> None:
+    """Compared with a search among the borders, at the borders, next to them, around zero and anywhere."""
+    values = quantized_moments._map(is_signed, torch.device("cpu"))
+    borders = values[:-1] + (values[1:] - values[:-1]) * 0.5
+    edges = [borders, *(torch.nextafter(borders, torch.tensor(to)) for to in (-2.0, 2.0)), values]
+    random = torch.randn(200_000, generator=torch.Generator().manual_seed(3)).sinh().div(30).clamp(-1, 1)
+    numbers = torch.cat([*edges, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38]), random])
+    numbers = numbers if is_signed else numbers.abs()
+    numbers = numbers[: len(numbers) // 255 * 255].view(-1, 255)
+    blocks = torch.cat([torch.ones(len(numbers), 1), numbers], 1)  # so that each has the scale 1
+    codes, scale = quantized_moments._quantize(blocks.flatten(), is_signed)
+    assert torch.equal(scale, torch.ones(len(blocks)))
+    expected = torch.bucketize(blocks.flatten(), borders, right=True)
+    assert torch.equal(codes.long(), expected)
+    assert set(codes.tolist()) == set(range(256))
 
 
 BYTES_PER_NUMBER = {

@@ -30,8 +30,8 @@ from lorimer.engine.training.optimizers import (
 )
 from lorimer.errors import CheckpointError, InvalidInput, Unsupported
 
-_CHUNK_BYTES = 64 << 20
-"""Weights updated together; a copy of these is what a step needs to know how far it moved."""
+_CHUNK_BYTES = 4 << 20
+"""Weights updated together: with their copy, by which a step knows how far it moved, they stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def take_step(
     applied before. ``groups`` says by weight what ``lr_multipliers`` may name. Gradients may be overwritten.
 
     Fields not in ``params`` have their defaults. The metrics are ``grad_norm`` (before clipping), ``update_norm``,
-    ``param_norm``, ``optimizer_step`` (the counter afterwards), ``optimizer_state_bytes`` and ``skipped``. A gradient
-    or a result that is not finite makes ``skipped`` 1: weights and state stay as they were. A norm that is not finite
-    is left out.
+    ``param_norm``, ``optimizer_step`` (the counter afterwards), ``num_parameters``, ``optimizer_state_bytes`` and
+    ``skipped``. A gradient or a result that is not finite makes ``skipped`` 1: weights and state stay as they were. A
+    norm that is not finite is left out.
     """
     optimizer = _find(config)
     fields = _check_params(config.type, optimizer, params)
@@ -104,6 +104,7 @@ def take_step(
         norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": norm(list(weights.values()))}
     metrics = {key: value for key, value in norms.items() if math.isfinite(value)}
     metrics |= {"skipped": float(not is_applied), "optimizer_step": float(step + is_applied)}
+    metrics |= {"num_parameters": float(sum(tensor.numel() for tensor in weights.values()))}
     return StepOutcome(is_applied, metrics | {"optimizer_state_bytes": float(state_bytes(state))})
 
 
@@ -215,26 +216,50 @@ def _update(
 def _update_all(optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], step: int) -> float:
     """Update all weights, a chunk at a time, and return the norm of the change."""
     moves = []
+    scratch: list[Tensor] = []
     for weights, fields in parts:
-        for chunk in _chunks(weights):
+        for chunk in _chunks(weights, optimizer.is_elementwise):
             tensors = [weight.tensor for weight in chunk]
-            old = [tensor.clone() for tensor in tensors]
+            old = _copies(tensors, scratch)
             optimizer.update(chunk, step, fields)
             torch._foreach_sub_(old, tensors)
             moves.append(norm(old))
     return moves[0] if len(moves) == 1 else math.hypot(*moves)
 
 
-def _chunks(weights: list[TrainedWeight]) -> Iterator[list[TrainedWeight]]:
+def _copies(tensors: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
+    """Copy into the memory of the last copies if it is large enough: the system takes longer to provide new memory."""
+    sizes = [tensor.numel() for tensor in tensors]
+    if not scratch or scratch[0].numel() < sum(sizes):
+        scratch[:] = [tensors[0].new_empty(sum(sizes))]
+    parts = scratch[0][: sum(sizes)].split(sizes)
+    copies = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _chunks(weights: list[TrainedWeight], is_elementwise: bool) -> Iterator[list[TrainedWeight]]:
     chunk: list[TrainedWeight] = []
     num_bytes = 0
-    for weight in weights:
+    for weight in (part for whole in weights for part in (_split(whole) if is_elementwise else [whole])):
         if chunk and num_bytes + weight.tensor.nbytes > _CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
         chunk.append(weight)
         num_bytes += weight.tensor.nbytes
     yield chunk
+
+
+def _split(weight: TrainedWeight) -> list[TrainedWeight]:
+    """Return views of the parts of a large weight."""
+    every = (weight.tensor, weight.grad, *weight.state.values())
+    if weight.tensor.nbytes <= _CHUNK_BYTES or not all(one.is_contiguous() for one in every):
+        return [weight]
+    tensors, grads, *states = (one.view(-1).split(_CHUNK_BYTES // 4) for one in every)
+    return [
+        TrainedWeight(tensor, grad, dict(zip(weight.state, state, strict=True)), weight.groups)
+        for tensor, grad, *state in zip(tensors, grads, *states, strict=True)
+    ]
 
 
 def _is_usable(weight: TrainedWeight) -> bool:

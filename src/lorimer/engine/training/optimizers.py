@@ -59,6 +59,8 @@ class Optimizer:
 
     Only then the update needs no copy of everything to go back to, which saves two thirds of a step's time.
     """
+    is_elementwise: bool = False
+    """Whether each number is updated by itself, so that a weight may be updated in parts; states have its shape."""
     optional: tuple[str, ...] = ()
     """Names of tensors, shaped like the weight, that an update adds to the state when it first needs them."""
     ranges: Mapping[str, "Range"] = field(default_factory=dict)
@@ -403,10 +405,10 @@ def _average_schedule_free(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": Optimizer(_zeros("exp_avg", "exp_avg_sq"), _update_adamw, _is_adamw_bounded),
-    "adam": Optimizer(_zeros("exp_avg", "exp_avg_sq"), _update_adam, _is_adam_bounded),
+    "adamw": Optimizer(_zeros("exp_avg", "exp_avg_sq"), _update_adamw, _is_adamw_bounded, is_elementwise=True),
+    "adam": Optimizer(_zeros("exp_avg", "exp_avg_sq"), _update_adam, _is_adam_bounded, is_elementwise=True),
     "sgd": Optimizer(_zeros(), _update_sgd, _is_sgd_bounded, optional=("momentum_buffer",), find_trouble=_sgd_trouble),
-    "lion": Optimizer(_zeros("exp_avg"), _update_lion, _is_lion_bounded),
+    "lion": Optimizer(_zeros("exp_avg"), _update_lion, _is_lion_bounded, is_elementwise=True),
     "adafactor": Optimizer(_create_adafactor, _update_adafactor, _is_adafactor_bounded),
     "muon": Optimizer(_create_muon, _update_muon, _is_muon_bounded),
     "adamw8bit": Optimizer(_create_adamw8bit, _update_adamw8bit, _is_adamw8bit_bounded),

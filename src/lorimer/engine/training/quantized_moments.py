@@ -16,6 +16,9 @@ BLOCK = 256
 MIN_NUMBERS = 4096
 """A smaller weight keeps its moments in float32."""
 _SLICE_NUMBERS = BLOCK << 14
+_SHIFT = 15
+_NUM_PREFIXES = 1 << 32 - _SHIFT
+"""Of a float32: its sign, its exponent and 8 bits of its fraction."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -50,17 +53,20 @@ def update(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, fi
 
 
 def _dequantize(codes: Tensor, scale: Tensor, is_signed: bool) -> Tensor:
-    numbers = _map(is_signed, codes.device)[codes.int()]
+    # Faster than to index with a tensor, which is made for more dimensions.
+    numbers = _map(is_signed, codes.device).index_select(0, codes.int())
     return _blocks(numbers).mul_(scale[:, None]).view(-1)[: len(codes)]
 
 
 def _quantize(numbers: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     blocks = _blocks(numbers)
     scale = blocks.abs().amax(1)
-    values = _map(is_signed, numbers.device)
-    middles = values[:-1] + (values[1:] - values[:-1]) * 0.5
-    codes = torch.bucketize(blocks / scale.clamp_min(_TINY)[:, None], middles, out_int32=True, right=True)
-    return codes.to(torch.uint8).view(-1)[: len(numbers)], scale
+    scaled = blocks.div(scale.clamp_min(_TINY)[:, None]).view(-1)
+    firsts, ends = _code_table(is_signed, numbers.device)
+    prefixes = scaled.view(torch.int32).bitwise_right_shift(_SHIFT).bitwise_and_(_NUM_PREFIXES - 1)
+    codes = firsts.index_select(0, prefixes)
+    codes += scaled >= ends.index_select(0, prefixes)
+    return codes[: len(numbers)], scale
 
 
 def _blocks(numbers: Tensor) -> Tensor:
@@ -76,6 +82,23 @@ def _map(is_signed: bool, device: torch.device) -> Tensor:
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
         found += middles + ([-number for number in middles] if is_signed else [])
     return torch.tensor(sorted(found), device=device)
+
+
+@cache
+def _code_table(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, by the leading bits of a number, the smallest code of such numbers, and from where on it is the next one.
+
+    A number's code is that of the nearest number of the map. Numbers with the same leading bits are so close together
+    that they have two codes at most, so a table and a comparison replace the search among 255 borders.
+    """
+    values = _map(is_signed, torch.device("cpu"))
+    middles = values[:-1] + (values[1:] - values[:-1]) * 0.5
+    prefixes = torch.arange(_NUM_PREFIXES, dtype=torch.int32) << _SHIFT
+    ends = torch.stack([prefixes, prefixes | (1 << _SHIFT) - 1]).view(torch.float32)
+    first, last = torch.bucketize(ends, middles, right=True).sort(0).values
+    assert (last - first)[ends.isfinite().all(0)].max() <= 1
+    borders = torch.cat([middles, torch.tensor([torch.inf])])[first]
+    return first.to(torch.uint8).to(device), borders.to(device)
 
 
 def _zero_code(is_signed: bool) -> int:
