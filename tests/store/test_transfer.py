@@ -7,9 +7,10 @@ import pytest
 from sqlalchemy import BigInteger, Boolean, Double, Integer, LargeBinary, delete, insert, select, text
 
 from lorimer.errors import StorageError
+from lorimer.store.columns import Json, UtcDateTime
 from lorimer.store.connections import database_url
 from lorimer.store.database import Store
-from lorimer.store.tables import Json, UtcDateTime, api_keys, metadata
+from lorimer.store.tables import api_keys, metadata
 from lorimer.store.transfer import copy_database, import_database
 
 
