@@ -305,6 +305,7 @@ CONCERNS = {
     "replicas": "who computes a base model",
     "results": "of operations and samples",
     "retention": "what is deleted when",
+    "rollouts": "episodes of a policy",
     "runs": "adapters being trained",
     "sampling": "tokens from a model",
     "schemas": "requests and answers of a compatible API",
@@ -317,6 +318,7 @@ CONCERNS = {
     "tokenizers": "files of a base model's tokenizer",
     "tools": "calls that a model makes",
     "training": "operations that train a run",
+    "transcripts": "episodes as people read them",
     "usage": "tokens and checkpoints, counted",
 }
 """File names that several packages have, and the one concern that each of them means everywhere."""

@@ -91,7 +91,7 @@ def test_steps_bins_filters_and_sorting(viewer):
     expect(page.locator(".bin").last).to_have_attribute("aria-pressed", "true")
     page.locator(".bin").last.click()
     expect(page.locator(".rollout-answer")).to_have_count(12)
-    page.get_by_label("Search rollouts").fill("1-2 reward>0.3")
+    page.get_by_label("Search rollouts").fill("1-2- reward>0.3")
     expect_answers(page, "so it is 1-2-1", "so it is 1-2-2")
     page.get_by_label("Sort").select_option("-reward")
     expect_answers(page, "so it is 1-2-2", "so it is 1-2-1")

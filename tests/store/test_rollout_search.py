@@ -14,7 +14,7 @@ from lorimer.store.rollouts import Limits, encode
 from lorimer.types.rollouts import Rollout, RolloutTurn
 from tests.store.runs import make_part
 
-REWARDS = [None, 0.0, 0.1, 1.0, -2.5, 0.30000000000000004]
+REWARDS = [None, 0.0, 0.1, 1.0, -1.0, 0.30000000000000004]
 STOPS = [None, "stop", "length"]
 TEXTS = ["", "The CAT sat", "100% sure", "a_b = 3", "straße", 'say "hi"']
 FIELDS = {
@@ -84,7 +84,7 @@ def text_of(one):
 
 
 conditions = st.one_of(
-    st.tuples(st.sampled_from(list(FIELDS)), st.sampled_from(list(SIGNS)), st.sampled_from([0.0, 0.1, 1.0, 3.0, -2.5])),
+    st.tuples(st.sampled_from(list(FIELDS)), st.sampled_from(list(SIGNS)), st.sampled_from([0.0, 0.1, 1.0, 3.0, -1.0])),
     st.tuples(st.just("kind"), st.sampled_from(["=", "!="]), st.sampled_from(["sample", "rollout"])),
     st.tuples(st.just("split"), st.sampled_from(["=", "!="]), st.sampled_from(["train", "test", "none"])),
     st.tuples(st.just("group"), st.sampled_from(["=", "!="]), st.sampled_from(["g0", "g9"])),
@@ -156,7 +156,7 @@ def test_steps_are_counted_by_reward(store, part):
     found = store.read_now(rollout_search.count_steps, Scope(part.run_id, "kind=rollout"), 4)
     chosen = [one for one in ALL if one.kind == "rollout"]
     assert [one.step for one in found.steps] == sorted({one.step for one in chosen})
-    assert found.edges == [-2.5, -1.625, -0.75, 0.125, 1.0]
+    assert found.edges == [-1.0, -0.5, 0.0, 0.5, 1.0]
     for one in found.steps:
         here = [rollout for rollout in chosen if rollout.step == one.step]
         rewards = [rollout.reward for rollout in here if rollout.reward is not None]

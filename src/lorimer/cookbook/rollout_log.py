@@ -1,7 +1,7 @@
 """Sends rollouts and samples of a loop to the server that trains its run, where the console shows them.
 
 Training neither waits for it nor fails with it. Of each step it sends groups up to a fraction and a size; texts are
-decoded in a thread, and only of what is sent. A server that has no place for rollouts is told of once.
+decoded in a thread, and only of what is sent. A server that has no place for rollouts costs one warning.
 """
 
 import asyncio

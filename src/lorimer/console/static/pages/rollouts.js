@@ -100,7 +100,7 @@ class Viewer {
 
   async refresh() {
     this.counts = await get(`${this.path}/rollout_steps`, { q: this.conditions().join(" ") }, this.signal);
-    this.drawCounts([this.counts, this.step]);
+    this.drawCounts([this.counts, this.step, this.chosen.bin]);
     if (this.asked !== this.key()) await this.load();
   }
 
