@@ -105,8 +105,9 @@ class EngineSlot:
             return  # the error is reported when the process ends
         self.info, self.state, self.stage, self._failures_in_a_row = process.ready.result(), "ready", "", 0
         log.info("engine ready", extra={"model": self.name, "pid": process.pid})
-        for line in self.info.kernels if self.info.device != "cpu" else ():
-            log.info("engine on %s: %s", self.info.device, line, extra={"model": self.name})
+        level = logging.DEBUG if self.info.device == "cpu" else logging.INFO  # a CPU leaves nothing to choose
+        for line in self.info.kernels:
+            log.log(level, "engine on %s: %s", self.info.device, line, extra={"model": self.name})
         self._inbox.post(EngineReady(self.info))
 
     def _ended(self, process: EngineProcess, reason: str) -> None:

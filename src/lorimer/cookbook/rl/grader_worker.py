@@ -36,7 +36,8 @@ class Grader:
         found = find_function(setup["module"], setup["name"], setup["main_path"])
         made_of = setup.get("made_of")
         # What plays environments (``remote_envs.py``) is made once, and answers with more than a grade.
-        self._function, self._convert = (found, as_grade) if made_of is None else (found(**made_of), dict)
+        self._function: Callable[..., Any] = found if made_of is None else found(**made_of)
+        self._convert: Callable[[Any], Any] = as_grade if made_of is None else dict
         if setup["memory_bytes"] is not None:
             limit_memory(setup["memory_bytes"])
 
