@@ -11,6 +11,7 @@ export const NUM_COLOURS = 8;
 const HEIGHT = 190;
 const NEAR_PIXELS = 6;
 const MIN_DRAG_PIXELS = 4;
+const ROUNDING = 1e-12;
 
 /** Return the colour of the nth run as a CSS variable. */
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
@@ -331,7 +332,7 @@ export class MetricChart {
     const x = hasCursor ? this.plot.data[0][index] : undefined;
     const nodes = this.lines.map((line) => {
       const value = x === undefined ? lastOf(line.columns[1]) : valueAt(line.columns, x);
-      const text = `${this.format(value)}${deviation(line, x, this.extraDigits)}`;
+      const text = `${this.format(value)}${deviation(line, x)}`;
       const node = h("span", { class: "chart-value", title: line.label }, h("i", null), text);
       node.firstChild.style.background = colour(line.colour);
       return node;
@@ -396,10 +397,12 @@ export function valueAt([xs, ys], x) {
 }
 
 /** Write the half width of a line's band at an x, or at its end. */
-function deviation({ band, columns: [xs], isRange }, x, digits) {
+function deviation({ band, columns: [xs, ys], isRange }, x) {
   if (!band || isRange) return "";
   const i = x === undefined ? xs.length - 1 : indexAt(xs, x);
-  return i < 0 ? "" : ` ± ${short((band[1][i] - band[0][i]) / 2, Math.min(digits, 1))}`;
+  if (i < 0) return "";
+  const half = (band[1][i] - band[0][i]) / 2;
+  return ` ± ${half < ROUNDING * Math.abs(ys[i]) ? "0" : short(Number(half.toPrecision(2)))}`;
 }
 
 function extraDigitsOf(values) {

@@ -4,8 +4,8 @@ import { colour, NUM_COLOURS } from "./charts.js";
 import { h, replace, short, svg } from "./dom.js";
 import * as scales from "./scales.js";
 
-const WIDTH = 860;
-const HEIGHT = 340;
+const WIDTHS = [260, 1600];
+const HEIGHT = 320;
 const EDGE = { left: 64, right: 18, top: 12, bottom: 44 };
 
 /** The scatter plot. `draw(runs, {x, y, colour, isLogX, isLogY})`: names of fields, which each run has in `values`. */
@@ -16,10 +16,14 @@ export class Scatter {
     this.place = h("div", { class: "scatter" });
     this.tip = h("p", { class: "scatter-tip", role: "status" });
     this.element = h("div", { class: "stack wide-stack" }, this.place, this.tip, this.legend, this.note);
+    new ResizeObserver(() => this.place.clientWidth && this.given && this.draw(...this.given)).observe(this.place);
   }
 
-  draw(runs, { x, y, colour: by, isLogX, isLogY }) {
-    const xAxis = new Axis(runs.map((run) => run.values?.[x]), isLogX, [EDGE.left, WIDTH - EDGE.right]);
+  draw(runs, chosen) {
+    this.given = [runs, chosen];
+    const { x, y, colour: by, isLogX, isLogY } = chosen;
+    this.width = Math.min(Math.max(this.place.clientWidth, WIDTHS[0]), WIDTHS[1]);
+    const xAxis = new Axis(runs.map((run) => run.values?.[x]), isLogX, [EDGE.left, this.width - EDGE.right]);
     const yAxis = new Axis(runs.map((run) => run.values?.[y]), isLogY, [HEIGHT - EDGE.bottom, EDGE.top]);
     const shown = runs.filter((run) => xAxis.has(run.values?.[x]) && yAxis.has(run.values?.[y]));
     const groups = by ? coloursOf(shown.map((run) => run.values?.[by])) : new Map();
@@ -35,6 +39,7 @@ export class Scatter {
   }
 
   frame(x, y, xAxis, yAxis, points) {
+    const { width } = this;
     const label = (attrs, text) => svg("text", { class: "scatter-label", ...attrs }, text);
     const grid = [
       ...xAxis.ticks().flatMap(([at, text]) => [
@@ -42,16 +47,16 @@ export class Scatter {
         label({ x: at, y: HEIGHT - EDGE.bottom + 16, "text-anchor": "middle" }, text),
       ]),
       ...yAxis.ticks().flatMap(([at, text]) => [
-        svg("line", { class: "scatter-grid", x1: EDGE.left, x2: WIDTH - EDGE.right, y1: at, y2: at }),
+        svg("line", { class: "scatter-grid", x1: EDGE.left, x2: width - EDGE.right, y1: at, y2: at }),
         label({ x: EDGE.left - 6, y: at + 4, "text-anchor": "end" }, text),
       ]),
     ];
-    const middle = (EDGE.left + WIDTH - EDGE.right) / 2;
+    const middle = (EDGE.left + width - EDGE.right) / 2;
     const names = [
       label({ x: middle, y: HEIGHT - 8, "text-anchor": "middle" }, x),
       label({ x: EDGE.left, y: EDGE.top - 2, "text-anchor": "start" }, y),
     ];
-    const attrs = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${y} against ${x}` };
+    const attrs = { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `${y} against ${x}` };
     return svg("svg", attrs, grid, names, points);
   }
 

@@ -182,7 +182,7 @@ function plotOf(query) {
 function plotPanel(state, setQuery, reload) {
   const { plot } = state;
   const scatter = new Scatter();
-  const controls = h("div", { class: "row" });
+  const controls = h("div", { class: "row scatter-controls" });
   const element = panel("Scatter", controls, scatter.element);
   const keep = () =>
     setQuery({
