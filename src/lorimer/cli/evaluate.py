@@ -22,9 +22,9 @@ from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
     from lorimer import ServiceClient
+    from lorimer.cookbook.evals.eval_tasks import Task
     from lorimer.cookbook.evals.harnesses import Package
-    from lorimer.cookbook.evals.models import NamedModel
-    from lorimer.cookbook.evals.tasks import Task
+    from lorimer.cookbook.evals.named_models import NamedModel
     from lorimer.types.evaluations import Evaluation
 
 TASK, SAMPLING, RUNNING = "Task", "Sampling", "Running"
@@ -120,7 +120,7 @@ class EvalOptions:
         "lorimer eval kettle@last --data mine.jsonl --grader python:grade.py:grade",
         "lorimer eval kettle@last --on mt_bench --judge Qwen/Qwen3-8B",
         "lorimer eval kettle@last --on multiple_choice --data arc.jsonl",
-        "lorimer eval kettle@last --with inspect --on sums.py",
+        "lorimer eval run kettle@last --with inspect --on sums.py   # run can be left out",
         "lorimer eval kettle@last --with lm-eval --on arc_easy --likelihood",
     ),
 )
@@ -190,7 +190,7 @@ def check_options(options: EvalOptions) -> list[str]:
 async def evaluate(models: list[str], tasks: list[str], options: EvalOptions) -> list["Evaluation"]:
     """Evaluate each model on each task and store every result as soon as it is there."""
     from lorimer import ServiceClient
-    from lorimer.cookbook.evals.models import find_model
+    from lorimer.cookbook.evals.named_models import find_model
 
     url = training_server(options.base_url)
     local = {"model": models[0]} if url == "local" and "@" not in models[0] and "://" not in models[0] else {}
@@ -203,10 +203,10 @@ async def evaluate(models: list[str], tasks: list[str], options: EvalOptions) ->
 
 
 async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -> "Task":
-    from lorimer.cookbook.evals import judged, multiple_choice, tasks
-    from lorimer.cookbook.evals.models import find_model, open_model
+    from lorimer.cookbook.evals import eval_tasks, judged, multiple_choice
+    from lorimer.cookbook.evals.named_models import find_model, open_model
 
-    sampling = tasks.SamplingSettings(
+    sampling = eval_tasks.SamplingSettings(
         max_tokens=options.max_tokens or 512,
         temperature=options.temperature,
         num_samples=options.samples,
@@ -215,12 +215,12 @@ async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -
     common: dict[str, Any] = {"limit": options.limit, "sampling": sampling}
     match name:
         case "gsm8k":
-            return tasks.gsm8k_task(options.data, suffix=options.suffix, **common)
+            return eval_tasks.gsm8k_task(options.data, suffix=options.suffix, **common)
         case "svamp":
-            return tasks.svamp_task(options.data, suffix=options.suffix, **common)
+            return eval_tasks.svamp_task(options.data, suffix=options.suffix, **common)
         case "questions":
             grader, data = str(options.grader), str(options.data)
-            return tasks.file_task(data, grader, name=options.name, suffix=options.suffix, **common)
+            return eval_tasks.file_task(data, grader, name=options.name, suffix=options.suffix, **common)
         case "multiple_choice":
             return multiple_choice.multiple_choice_task(
                 options.data, name=options.name, limit=options.limit, seed=options.seed, choices=options.choices
@@ -236,7 +236,7 @@ async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -
 async def run_one(service: "ServiceClient", named: "NamedModel", task: "Task", options: EvalOptions) -> "Evaluation":
     """Run or resume one task on one model, and store the result."""
     from lorimer.cookbook.evals.data_files import cache_dir
-    from lorimer.cookbook.evals.models import open_model
+    from lorimer.cookbook.evals.named_models import open_model
     from lorimer.cookbook.evals.running import Journal, journal_path, run_task
 
     rest = service.create_rest_client()

@@ -168,7 +168,7 @@ def named(client: "RestClient", text: str) -> str:
         return text
     import asyncio
 
-    from lorimer.cookbook.evals.models import find_checkpoint
+    from lorimer.cookbook.evals.named_models import find_checkpoint
 
     run, _, place = text.rpartition("@")
     return asyncio.run(find_checkpoint(client, run, place)).tinker_path

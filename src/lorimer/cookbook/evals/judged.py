@@ -15,7 +15,7 @@ from lorimer import ModelInput
 from lorimer.chat.conversation import Message
 from lorimer.cookbook.datasets import Row, check_fields, convert_rows
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.tasks import Item, Model, Outcome, SamplingSettings, make_items, sample_replies
+from lorimer.cookbook.evals.eval_tasks import Item, Model, Outcome, SamplingSettings, make_items, sample_replies
 from lorimer.errors import InvalidInput
 
 RATING_PROMPT = """You are an impartial judge. Rate the answers of an assistant in the conversation below.

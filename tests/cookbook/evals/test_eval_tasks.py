@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.graders import grader_settings, named_grader
+from lorimer.cookbook.evals.eval_tasks import SamplingSettings, file_task, gsm8k_task, make_items, svamp_task
 from lorimer.cookbook.evals.judged import check_turns, consistent
 from lorimer.cookbook.evals.multiple_choice import multiple_choice_task, right_choice
-from lorimer.cookbook.evals.tasks import SamplingSettings, file_task, gsm8k_task, make_items, svamp_task
+from lorimer.cookbook.evals.named_graders import grader_settings, named_grader
 from lorimer.errors import InvalidInput
 
 ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
