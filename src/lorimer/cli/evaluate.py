@@ -235,6 +235,8 @@ async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -
 
 async def run_one(service: "ServiceClient", named: "NamedModel", task: "Task", options: EvalOptions) -> "Evaluation":
     """Run or resume one task on one model, and store the result."""
+    import asyncio
+
     from lorimer.cookbook.evals.data_files import cache_dir
     from lorimer.cookbook.evals.named_models import open_model
     from lorimer.cookbook.evals.running import Journal, journal_path, run_task
@@ -250,7 +252,11 @@ async def run_one(service: "ServiceClient", named: "NamedModel", task: "Task", o
         def report(done: int, total: int) -> None:
             show(f"{task.name}: {done} of {total} items, {named.name}", done / total)
 
-        found = await run_task(task, model, journal=journal, concurrency=options.concurrency, report=report)
+        try:
+            found = await run_task(task, model, journal=journal, concurrency=options.concurrency, report=report)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            note(f"{len(journal.outcomes)} of {len(task.items)} items of {task.name} are kept for the next attempt")
+            raise
     stored = await found.store(rest, named.name)
     if options.save is None:
         path.unlink()

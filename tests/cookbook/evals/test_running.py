@@ -112,17 +112,6 @@ async def test_every_judgement_has_a_verdict(model, tmp_path):
         mt_bench_task(str(path), judge, sampling=SamplingSettings(temperature=1.0, num_samples=2))
 
 
-async def test_a_verdict_that_was_written_counts(model, monkeypatch):
-    written = iter(["Good. Rating: [[3]] no, Rating: [[7]]", "[[99]] [[2]]"])
-
-    async def reply(*_):
-        return [next(written)]
-
-    monkeypatch.setattr(judged, "sample_replies", reply)  # what a judge writes cannot be chosen otherwise
-    judge = Judge(MODEL, model)
-    assert [(await judge.decide("?", "Rating", judged.RATINGS))[0] for _ in range(2)] == [7.0, 2.0]
-
-
 async def test_failures_name_the_item(model, sums, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def grade(reply, row):\n    raise KeyError('nothing')\n", "utf-8")
