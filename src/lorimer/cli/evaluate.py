@@ -193,8 +193,9 @@ async def evaluate(models: list[str], tasks: list[str], options: EvalOptions) ->
     from lorimer.cookbook.evals.named_models import find_model
 
     url = training_server(options.base_url)
-    local = {"model": models[0]} if url == "local" and "@" not in models[0] and "://" not in models[0] else {}
-    with ServiceClient(base_url=url, api_key=options.api_key, display_name="lorimer eval", **local) as service:
+    is_base = "@" not in models[0] and "://" not in models[0]
+    model = models[0] if url == "local" and is_base else None
+    with ServiceClient(base_url=url, api_key=options.api_key, display_name="lorimer eval", model=model) as service:
         named = [await find_model(service, text) for text in dict.fromkeys(models)]
         if options.with_ is not None:
             return await run_package(service, named, tasks, options)
