@@ -292,6 +292,7 @@ CONCERNS = {
     "datums": "training examples made of something else",
     "demo": "the first three minutes",
     "errors": "exceptions, and how they are shown",
+    "evaluations": "grades of a model on the items of a task",
     "export": "checkpoints in other formats",
     "futures": "pending results",
     "images": "in inputs of a model",

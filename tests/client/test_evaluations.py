@@ -3,6 +3,7 @@
 import pytest
 
 import lorimer
+from lorimer.errors import InvalidInput
 from tests.client.conftest import MODEL
 
 
@@ -26,3 +27,5 @@ async def test_store_list_compare_delete(service: lorimer.ServiceClient) -> None
     assert (await rest.list_evaluations_async(task="sdk")).total_count == 0
     with pytest.raises(lorimer.NotFoundError, match="no evaluation"):
         rest.get_evaluation(ids[0]).result()
+    with pytest.raises(InvalidInput, match="1 grades for 6 items"):
+        rest.create_evaluation(MODEL, "sdk", items, [1])

@@ -22,9 +22,9 @@ from lorimer.errors import InvalidInput
 
 if TYPE_CHECKING:
     from lorimer import ServiceClient
+    from lorimer.cookbook.evals.eval_tasks import Task
     from lorimer.cookbook.evals.harnesses import Package
-    from lorimer.cookbook.evals.models import NamedModel
-    from lorimer.cookbook.evals.tasks import Task
+    from lorimer.cookbook.evals.named_models import NamedModel
     from lorimer.types.evaluations import Evaluation
 
 TASK, SAMPLING, RUNNING = "Task", "Sampling", "Running"
@@ -120,7 +120,7 @@ class EvalOptions:
         "lorimer eval kettle@last --data mine.jsonl --grader python:grade.py:grade",
         "lorimer eval kettle@last --on mt_bench --judge Qwen/Qwen3-8B",
         "lorimer eval kettle@last --on multiple_choice --data arc.jsonl",
-        "lorimer eval kettle@last --with inspect --on sums.py",
+        "lorimer eval run kettle@last --with inspect --on sums.py   # run can be left out",
         "lorimer eval kettle@last --with lm-eval --on arc_easy --likelihood",
     ),
 )
@@ -190,11 +190,12 @@ def check_options(options: EvalOptions) -> list[str]:
 async def evaluate(models: list[str], tasks: list[str], options: EvalOptions) -> list["Evaluation"]:
     """Evaluate each model on each task and store every result as soon as it is there."""
     from lorimer import ServiceClient
-    from lorimer.cookbook.evals.models import find_model
+    from lorimer.cookbook.evals.named_models import find_model
 
     url = training_server(options.base_url)
-    local = {"model": models[0]} if url == "local" and "@" not in models[0] and "://" not in models[0] else {}
-    with ServiceClient(base_url=url, api_key=options.api_key, display_name="lorimer eval", **local) as service:
+    is_base = "@" not in models[0] and "://" not in models[0]
+    model = models[0] if url == "local" and is_base else None
+    with ServiceClient(base_url=url, api_key=options.api_key, display_name="lorimer eval", model=model) as service:
         named = [await find_model(service, text) for text in dict.fromkeys(models)]
         if options.with_ is not None:
             return await run_package(service, named, tasks, options)
@@ -203,10 +204,10 @@ async def evaluate(models: list[str], tasks: list[str], options: EvalOptions) ->
 
 
 async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -> "Task":
-    from lorimer.cookbook.evals import judged, multiple_choice, tasks
-    from lorimer.cookbook.evals.models import find_model, open_model
+    from lorimer.cookbook.evals import eval_tasks, judged, multiple_choice
+    from lorimer.cookbook.evals.named_models import find_model, open_model
 
-    sampling = tasks.SamplingSettings(
+    sampling = eval_tasks.SamplingSettings(
         max_tokens=options.max_tokens or 512,
         temperature=options.temperature,
         num_samples=options.samples,
@@ -215,12 +216,12 @@ async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -
     common: dict[str, Any] = {"limit": options.limit, "sampling": sampling}
     match name:
         case "gsm8k":
-            return tasks.gsm8k_task(options.data, suffix=options.suffix, **common)
+            return eval_tasks.gsm8k_task(options.data, suffix=options.suffix, **common)
         case "svamp":
-            return tasks.svamp_task(options.data, suffix=options.suffix, **common)
+            return eval_tasks.svamp_task(options.data, suffix=options.suffix, **common)
         case "questions":
             grader, data = str(options.grader), str(options.data)
-            return tasks.file_task(data, grader, name=options.name, suffix=options.suffix, **common)
+            return eval_tasks.file_task(data, grader, name=options.name, suffix=options.suffix, **common)
         case "multiple_choice":
             return multiple_choice.multiple_choice_task(
                 options.data, name=options.name, limit=options.limit, seed=options.seed, choices=options.choices
@@ -235,8 +236,10 @@ async def make_task(service: "ServiceClient", name: str, options: EvalOptions) -
 
 async def run_one(service: "ServiceClient", named: "NamedModel", task: "Task", options: EvalOptions) -> "Evaluation":
     """Run or resume one task on one model, and store the result."""
+    import asyncio
+
     from lorimer.cookbook.evals.data_files import cache_dir
-    from lorimer.cookbook.evals.models import open_model
+    from lorimer.cookbook.evals.named_models import open_model
     from lorimer.cookbook.evals.running import Journal, journal_path, run_task
 
     rest = service.create_rest_client()
@@ -250,7 +253,11 @@ async def run_one(service: "ServiceClient", named: "NamedModel", task: "Task", o
         def report(done: int, total: int) -> None:
             show(f"{task.name}: {done} of {total} items, {named.name}", done / total)
 
-        found = await run_task(task, model, journal=journal, concurrency=options.concurrency, report=report)
+        try:
+            found = await run_task(task, model, journal=journal, concurrency=options.concurrency, report=report)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            note(f"{len(journal.outcomes)} of {len(task.items)} items of {task.name} are kept for the next attempt")
+            raise
     stored = await found.store(rest, named.name)
     if options.save is None:
         path.unlink()

@@ -27,6 +27,16 @@ COLUMNS: list[str | Column] = [
     "95 % interval",
     Column("items", justify="right"),
 ]
+COMPARED: list[str | Column] = [
+    "task",
+    "metric",
+    *(Column(title, justify="right") for title in ("A", "B", "B - A")),
+    "95 % interval",
+    Column("p", justify="right"),
+    "verdict",
+    Column("items", justify="right"),
+    "test",
+]
 MAX_ITEMS_SHOWN = 20
 
 
@@ -138,9 +148,7 @@ def compare(
     if options.is_json:
         print_json(found.model_dump(mode="json"))
         return
-    columns = ["task", "metric", *(Column(title, justify="right") for title in ("A", "B", "B - A"))]
-    columns += ["95 % interval", Column("p", justify="right"), "verdict", Column("items", justify="right"), "test"]
-    print_table(columns, [comparison_row(one) for one in found.comparisons])
+    print_table(COMPARED, [comparison_row(one) for one in found.comparisons])
     for one in found.comparisons:
         if one.differing_settings:
             note(f"{one.task}: {', '.join(one.differing_settings)} differ between the two")
@@ -168,7 +176,7 @@ def named(client: "RestClient", text: str) -> str:
         return text
     import asyncio
 
-    from lorimer.cookbook.evals.models import find_checkpoint
+    from lorimer.cookbook.evals.named_models import find_checkpoint
 
     run, _, place = text.rpartition("@")
     return asyncio.run(find_checkpoint(client, run, place)).tinker_path

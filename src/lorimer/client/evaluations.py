@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lorimer.client.admin import Caller
+from lorimer.types.base import validate
 from lorimer.types.evaluations import (
     CreateEvaluationRequest,
     Evaluation,
@@ -36,16 +37,17 @@ class EvaluationsClient(Caller):
         harness: Harness = "lorimer",
     ) -> "Future[Evaluation]":
         """Store the grades of a model: for each item in turn those of its samples. Return the estimates from them."""
-        body = CreateEvaluationRequest(
-            model=model,
-            task=task,
-            metric=metric,
-            harness=harness,
-            settings=dict(settings or {}),
-            items=list(items),
-            grades=list(grades),
-            num_samples=num_samples,
-        )
+        given = {
+            "model": model,
+            "task": task,
+            "metric": metric,
+            "harness": harness,
+            "settings": dict(settings or {}),
+            "items": list(items),
+            "grades": list(grades),
+            "num_samples": num_samples,
+        }
+        body = validate(CreateEvaluationRequest, given)
         return self._start("create_evaluation", Evaluation, "POST", "/evaluations", body)
 
     async def create_evaluation_async(

@@ -11,11 +11,11 @@ from lorimer.chat.conversation import text_of
 from lorimer.cookbook import supervised
 from lorimer.cookbook.datasets import ShuffledDataset, datum_maker
 from lorimer.cookbook.evals import judged
+from lorimer.cookbook.evals.eval_tasks import SamplingSettings, file_task
 from lorimer.cookbook.evals.judged import Judge, mt_bench_task
-from lorimer.cookbook.evals.models import find_model, open_model
 from lorimer.cookbook.evals.multiple_choice import multiple_choice_task, reply_logprob
+from lorimer.cookbook.evals.named_models import find_model, open_model
 from lorimer.cookbook.evals.running import Journal, Measured, journal_path, run_task, task_evaluator
-from lorimer.cookbook.evals.tasks import SamplingSettings, file_task
 from lorimer.errors import InvalidInput
 
 MODEL = "lorimer/tiny"
@@ -57,9 +57,9 @@ async def test_an_interrupted_evaluation_is_resumed(model, sums, tmp_path):
 
     def stop(done, total):
         if done == 3:
-            raise KeyboardInterrupt
+            raise asyncio.CancelledError
 
-    with Journal(path) as journal, pytest.raises(KeyboardInterrupt):
+    with Journal(path) as journal, pytest.raises(asyncio.CancelledError):
         await run_task(task, model, journal=journal, concurrency=1, report=stop)
     with path.open("ab") as file:
         file.write(b'{"item": "cut sho')
@@ -110,17 +110,6 @@ async def test_every_judgement_has_a_verdict(model, tmp_path):
     assert pairs.settings["against"] == MODEL != task.settings.get("against")
     with pytest.raises(InvalidInput, match="one reply"):
         mt_bench_task(str(path), judge, sampling=SamplingSettings(temperature=1.0, num_samples=2))
-
-
-async def test_a_verdict_that_was_written_counts(model, monkeypatch):
-    written = iter(["Good. Rating: [[3]] no, Rating: [[7]]", "[[99]] [[2]]"])
-
-    async def reply(*_):
-        return [next(written)]
-
-    monkeypatch.setattr(judged, "sample_replies", reply)  # what a judge writes cannot be chosen otherwise
-    judge = Judge(MODEL, model)
-    assert [(await judge.decide("?", "Rating", judged.RATINGS))[0] for _ in range(2)] == [7.0, 2.0]
 
 
 async def test_failures_name_the_item(model, sums, tmp_path):

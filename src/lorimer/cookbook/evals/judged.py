@@ -15,7 +15,7 @@ from lorimer import ModelInput
 from lorimer.chat.conversation import Message
 from lorimer.cookbook.datasets import Row, check_fields, convert_rows
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.tasks import Item, Model, Outcome, SamplingSettings, make_items, sample_replies
+from lorimer.cookbook.evals.eval_tasks import Item, Model, Outcome, SamplingSettings, make_items, sample_replies
 from lorimer.errors import InvalidInput
 
 RATING_PROMPT = """You are an impartial judge. Rate the answers of an assistant in the conversation below.
@@ -56,9 +56,8 @@ class Judge:
         messages: list[Message] = [{"role": "user", "content": prompt}]
         greedy = SamplingSettings(max_tokens=self.max_tokens)
         (text,) = await sample_replies(self.model, messages, greedy)
-        found = [verdict for verdict in re.findall(r"\[\[\s*(\w+)\s*\]\]", text) if verdict in worth]
-        if found:
-            return worth[found[-1]], text
+        if (verdict := read_verdict(text, worth)) is not None:
+            return worth[verdict], text
         begun = f"{text.rstrip()}\n\n{word}: [["
         scores = await asyncio.gather(*(self._logprob(messages, begun, f"{verdict}]]") for verdict in worth))
         likeliest = max(zip(scores, worth, strict=True), key=lambda pair: pair[0])[1]
@@ -75,6 +74,12 @@ class Judge:
         scored = await self.model.sampling_client.compute_logprobs_async(ModelInput.from_ints(whole))
         tail = [value for value in scored[same:] if value is not None]
         return sum(tail) / len(tail)
+
+
+def read_verdict(text: str, worth: Mapping[str, float]) -> str | None:
+    """Return the last verdict in double brackets that is one of ``worth``; None if there is none."""
+    found = [verdict for verdict in re.findall(r"\[\[\s*(\w+)\s*\]\]", text) if verdict in worth]
+    return found[-1] if found else None
 
 
 async def converse(model: Model, turns: Sequence[str], sampling: SamplingSettings, item_id: str) -> list[Message]:

@@ -15,7 +15,7 @@ from lorimer.chat.conversation import Message
 from lorimer.cookbook.datasets import Row, check_fields, convert_rows
 from lorimer.cookbook.datums import conversation_to_datum
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.tasks import Item, Model, Outcome, make_items
+from lorimer.cookbook.evals.eval_tasks import Item, Model, Outcome, make_items
 from lorimer.cookbook.evaluation import target_logprobs
 from lorimer.errors import InvalidInput
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lorimer import RestClient, SamplingClient
 from lorimer.cookbook.checkpoints import read_jsonl
-from lorimer.cookbook.evals.tasks import Item, Model, Outcome, Task
+from lorimer.cookbook.evals.eval_tasks import Item, Model, Outcome, Task
 from lorimer.cookbook.renderers import Renderer
 from lorimer.errors import InvalidInput
 from lorimer.types.estimates import estimate

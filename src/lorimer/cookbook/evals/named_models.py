@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import lorimer
 from lorimer import RestClient, ServiceClient
-from lorimer.cookbook.evals.tasks import Model
+from lorimer.cookbook.evals.eval_tasks import Model
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.errors import InvalidInput

@@ -17,7 +17,7 @@ from lorimer.chat.conversation import Message, text_of
 from lorimer.cookbook.completers import derive_seed
 from lorimer.cookbook.datasets import Row, check_fields, convert_rows
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.graders import grader_settings, named_grader
+from lorimer.cookbook.evals.named_graders import grader_settings, named_grader
 from lorimer.cookbook.evaluation import Grader, graded
 from lorimer.cookbook.gsm8k import reference_number
 from lorimer.cookbook.renderers import Renderer
@@ -201,7 +201,7 @@ def file_task(
     sampling: SamplingSettings | None = None,
     suffix: str = "",
 ) -> QuestionTask:
-    """Questions of one's own: rows with ``question`` and ``answer``, graded by a grader of ``graders.py``."""
+    """Questions of one's own: rows with ``question`` and ``answer``, graded by a grader of ``named_graders.py``."""
     chosen = sampling or SamplingSettings()
     is_own = grader.startswith("python:")
     rows = check_fields(read_task_rows("questions", data), "question", *([] if is_own else ["answer"]))

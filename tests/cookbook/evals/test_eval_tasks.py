@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lorimer.cookbook.evals.data_files import read_task_rows
-from lorimer.cookbook.evals.graders import grader_settings, named_grader
-from lorimer.cookbook.evals.judged import check_turns, consistent
+from lorimer.cookbook.evals.eval_tasks import SamplingSettings, file_task, gsm8k_task, make_items, svamp_task
+from lorimer.cookbook.evals.judged import RATINGS, VERDICTS, check_turns, consistent, read_verdict
 from lorimer.cookbook.evals.multiple_choice import multiple_choice_task, right_choice
-from lorimer.cookbook.evals.tasks import SamplingSettings, file_task, gsm8k_task, make_items, svamp_task
+from lorimer.cookbook.evals.named_graders import grader_settings, named_grader
 from lorimer.errors import InvalidInput
 
 ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -127,3 +127,20 @@ def test_a_verdict_counts_if_it_survives_the_exchange_of_places():
     ]
     with pytest.raises(InvalidInput, match=r"turns is"):
         check_turns({"turns": "hello"})
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("Good. Rating: [[3]] no, Rating: [[ 10 ]].", "10"),
+        ("[[2]] [[99]]", "2"),
+        ("Rating: 7", None),
+        ("[[7.5]]", None),
+    ],
+)
+def test_the_last_verdict_in_brackets_counts(text, verdict):
+    assert read_verdict(text, RATINGS) == verdict
+
+
+def test_verdicts_of_comparisons():
+    assert [read_verdict(f"So: [[{letter}]]", VERDICTS) for letter in "ABCD"] == ["A", "B", "C", None]
