@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
@@ -193,7 +193,9 @@ class _QuantizeOp(ConversionOps):
     def __init__(self, quantizer: _Quantizer) -> None:
         self._quantizer = quantizer
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         model = kwargs["model"]
         found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         return {name: self._quantizer.keep(model, name, value) for name, value in found.items()}
