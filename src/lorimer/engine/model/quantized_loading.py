@@ -58,15 +58,6 @@ def load_quantized(
     return model, Quantization(kind, quantizer.targets)
 
 
-def quantize_model(model: PreTrainedModel, kind: Quantize, dtype: torch.dtype) -> Quantization:
-    """Quantise the weights of a model that is in memory."""
-    targets = find_targets(model)
-    for name in _projections(model, targets):
-        _keep(model, name, model.get_parameter(name).detach(), kind, dtype)
-        _check_finite(model, name)
-    return Quantization(kind, targets)
-
-
 def quantized_weights(module: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the quantised weights of a module, by the names of their parameters."""
     kept: Any = module._modules.get(_ATTRIBUTE)
@@ -123,12 +114,6 @@ def _keep(model: nn.Module, name: str, weight: Tensor, kind: Quantize, dtype: to
     return empty
 
 
-def _check_finite(model: nn.Module, name: str) -> None:
-    module, leaf = _owner(model, name)
-    if not quantized_weights(module)[leaf].is_finite:
-        raise ModelRefused(f"the weight {name!r} has numbers that are not finite, so it cannot be quantised")
-
-
 class _Config(QuantizationConfigMixin):
     def __init__(self, kind: Quantize, dtype: torch.dtype) -> None:
         self.quant_method: Any = _METHOD
@@ -177,8 +162,8 @@ class _Quantizer(HfQuantizer):
                 raise ModelRefused(
                     f"the weight {name!r} has the shape {tuple(found)}; the model needs {tuple(self._shapes[name])}"
                 )
-            if name in self._wanted:
-                _check_finite(model, name)
+            if name in self._wanted and not quantized_weights(module)[leaf].is_finite:
+                raise ModelRefused(f"the weight {name!r} has numbers that are not finite, so it cannot be quantised")
         return model
 
     def is_serializable(self) -> bool:
