@@ -23,7 +23,7 @@ from lorimer.engine.engine import Engine
 
 KINDS: tuple[Quantize, ...] = ("none", "int8", "int4", "nf4")
 ROWS = (1, 8, 32)
-TRAIN_TOKENS, SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 12, 16
+TRAIN_TOKENS, SAMPLE_TOKENS, PROMPT_TOKENS = 512, 12, 16
 MAX_DOCUMENT_TOKENS = 1024
 
 

@@ -29,8 +29,10 @@ def rounded(weight, kind):
             largest = block[np.abs(block).argmax()]
             scale = {"int8": abs(largest) / 127, "int4": largest / -8, "nf4": abs(largest)}[kind]
             if scale:
-                nearest = np.abs(block[:, None].astype(float) / scale - levels).argmin(1)
-                found[row, start : start + size] = levels[nearest] * np.float32(scale)
+                assert block.dtype == scale.dtype == np.float32  # in float64 a level near a border would be another
+                quotient = block / scale
+                nearest = levels[np.abs(quotient[:, None] - levels).argmin(1)]
+                found[row, start : start + size] = (np.rint(quotient) if kind == "int8" else nearest) * scale
     return found
 
 

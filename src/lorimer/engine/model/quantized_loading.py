@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
@@ -56,15 +56,6 @@ def load_quantized(
     quantizer: Any = model.hf_quantizer
     quantizer.remove_quantization_config(model)
     return model, Quantization(kind, quantizer.targets)
-
-
-def quantize_model(model: PreTrainedModel, kind: Quantize, dtype: torch.dtype) -> Quantization:
-    """Quantise the weights of a model that is in memory."""
-    targets = find_targets(model)
-    for name in _projections(model, targets):
-        _keep(model, name, model.get_parameter(name).detach(), kind, dtype)
-        _check_finite(model, name)
-    return Quantization(kind, targets)
 
 
 def quantized_weights(module: nn.Module) -> dict[str, QuantizedWeight]:
@@ -123,12 +114,6 @@ def _keep(model: nn.Module, name: str, weight: Tensor, kind: Quantize, dtype: to
     return empty
 
 
-def _check_finite(model: nn.Module, name: str) -> None:
-    module, leaf = _owner(model, name)
-    if not quantized_weights(module)[leaf].is_finite:
-        raise ModelRefused(f"the weight {name!r} has numbers that are not finite, so it cannot be quantised")
-
-
 class _Config(QuantizationConfigMixin):
     def __init__(self, kind: Quantize, dtype: torch.dtype) -> None:
         self.quant_method: Any = _METHOD
@@ -177,8 +162,8 @@ class _Quantizer(HfQuantizer):
                 raise ModelRefused(
                     f"the weight {name!r} has the shape {tuple(found)}; the model needs {tuple(self._shapes[name])}"
                 )
-            if name in self._wanted:
-                _check_finite(model, name)
+            if name in self._wanted and not quantized_weights(module)[leaf].is_finite:
+                raise ModelRefused(f"the weight {name!r} has numbers that are not finite, so it cannot be quantised")
         return model
 
     def is_serializable(self) -> bool:
@@ -193,7 +178,9 @@ class _QuantizeOp(ConversionOps):
     def __init__(self, quantizer: _Quantizer) -> None:
         self._quantizer = quantizer
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         model = kwargs["model"]
         found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         return {name: self._quantizer.keep(model, name, value) for name, value in found.items()}
