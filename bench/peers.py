@@ -9,7 +9,7 @@ Legend: N sequences, T positions, V vocabulary.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -106,7 +106,7 @@ def _open(directory: Path, dtype: torch.dtype) -> Any:
     ).eval()
 
 
-def _adamw(weights: list[Tensor]) -> torch.optim.AdamW:
+def _adamw(weights: Sequence[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(weights, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
