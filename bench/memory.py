@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class Phase:
 
 PHASES = {
     "SFT": Phase("sft", "", "packed float32"),
+    "full": Phase("full", "", "micro-batch 1 float32"),
     "RL batch": Phase("rl_batch", "", "completions float32"),
     "sampling": Phase("sample_32x1", " adapter", "generate float32"),
 }
@@ -69,13 +71,19 @@ class Settings:
 def measure(contest: "Contest", phase: str, team: str) -> Peak:
     """Run a phase in a new process, with the fastest contestant of the team."""
     row, part, likely = PHASES[phase].row, PHASES[phase].part, PHASES[phase].likely
-    name = contest.fastest.get((row, team + part), "ours float32" if team == "ours" else likely)
+    return measure_one(
+        contest, phase, contest.fastest.get((row, team + part), "ours float32" if team == "ours" else likely)
+    )
+
+
+def measure_one(contest: "Contest", phase: str, name: str) -> Peak:
+    """Run a phase in a new process, with the contestant of that name."""
     settings = Settings(
         model=contest.shape.name,
         directory=str(contest.directory),
         adapter=str(contest.adapter),
         phase=phase,
-        team=team,
+        team="ours" if name.startswith("ours") else "peer",
         name=name,
         num_threads=contest.num_threads,
     )
@@ -115,6 +123,8 @@ def run_phase(settings: Settings) -> dict[str, int]:
 def _open(settings: Settings) -> Any:
     paths = Path(settings.directory), Path(settings.adapter)
     is_half = "bfloat16" in settings.name
+    if settings.phase == "full":
+        return _open_full(settings)
     if settings.team == "ours":
         from bench.ours import Lorimer
 
@@ -124,20 +134,33 @@ def _open(settings: Settings) -> Any:
     return Peft(*paths, "bfloat16" if is_half else "float32")
 
 
+def _open_full(settings: Settings) -> Any:
+    if settings.team == "ours":
+        from bench.ours import FullLorimer
+
+        return FullLorimer(Path(settings.directory), settings.num_threads)
+    from bench.peers import Plain
+
+    return Plain(Path(settings.directory))
+
+
 def _run(side: Any, settings: Settings, sizes: Sizes, vocab_size: int) -> None:
     if settings.phase == "sampling":
         asked = workloads.prompts(sizes.sample_prompts, sizes.sample_prompt, vocab_size, 0)
         side.sample(asked, 1, sizes.sample_new, with_adapter=True)
         return
-    if settings.phase == "SFT":
+    if settings.phase in ("SFT", "full"):
         data, loss_fn = workloads.sft_data(sizes.sft_lengths, vocab_size, 0), "cross_entropy"
     else:
         data = workloads.rl_data(sizes.rl_sequences, sizes.rl_prompt, sizes.rl_completion, vocab_size, 0)
         loss_fn = "importance_sampling"
     if settings.team == "ours":
-        side.train_one(data, loss_fn)
+        train = side.train if settings.phase == "full" else side.train_one
     else:
-        side.train(data, loss_fn, layout=settings.name.rpartition(" ")[0])
+        train = partial(side.train, layout=settings.name.rpartition(" ")[0])
+    # The moments of a full run, as large as its weights, come with the first step.
+    for _ in range(2 if settings.phase == "full" else 1):
+        train(data, loss_fn)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from lorimer.engine.messages import (
     DropSampler,
     Failed,
     ForwardBackward,
+    FullConfig,
     LoadState,
     LoraConfig,
     OptimStep,
@@ -30,6 +31,7 @@ from lorimer.engine.messages import (
     SampleResult,
     SamplingParams,
     SaveState,
+    StepField,
 )
 
 
@@ -122,3 +124,22 @@ class Lorimer:
         sampler_id = f"sampler-{next(self._numbers)}"
         self.engine.publish_sampler(PublishSampler(request_id="", model_id=self.runs[0], sampler_id=sampler_id))
         return sampler_id
+
+
+class FullLorimer:
+    """One engine with one run that trains all weights of the model."""
+
+    def __init__(self, directory: Path, num_threads: int) -> None:
+        config = EngineConfig(model=str(directory), dtype="float32", num_threads=num_threads, seed=0, method="full")
+        self.engine = Engine(config)
+        self.engine.create_run(CreateRun(request_id="", model_id="run", full=FullConfig()))
+
+    def train(self, data: list[Datum], loss_fn: str) -> float:
+        """Run forward, backward and a step. Return the sum of the losses."""
+        operation = ForwardBackward(request_id="", model_id="run", data=data, loss_fn=loss_fn)
+        (result,) = self.engine.train([operation])
+        if isinstance(result, Exception):
+            raise result
+        params: dict[str, StepField] = {"learning_rate": 0.0, "eps": 1e-8}
+        self.engine.optim_step(OptimStep(request_id="", model_id="run", params=params))
+        return result.metrics["loss:sum"]

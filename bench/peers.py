@@ -1,14 +1,15 @@
 """Runs the peers: plain transformers with PEFT, in the common variants.
 
-Training runs the model's own forward over padded batches of 8 (as in TRL), over packed rows with a block-diagonal
-mask, or over one sequence at a time; sampling is ``generate``. In bfloat16 the adapter is bfloat16 too, which avoids
-the casts of PEFT's default but rounds small updates away. The learning rate is 0, as on our side.
+``Peft`` trains an adapter, ``Plain`` all weights. Training runs the model's own forward over padded batches of 8 (as in
+TRL), over packed rows with a block-diagonal mask, or over one sequence at a time; sampling is ``generate``. In bfloat16
+the adapter is bfloat16 too, which avoids the casts of PEFT's default but rounds small updates away. The learning rate
+is 0, as on our side.
 
 Legend: N sequences, T positions, V vocabulary.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,25 +49,15 @@ class Peft:
                 self._open(), str(adapter), is_trainable=True, autocast_adapter_dtype=False
             ).eval()
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(weights, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self._optimizer = _adamw(weights)
         self._plain: Any = None
 
     def _open(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            self._directory, dtype=self._dtype, attn_implementation="sdpa", local_files_only=True
-        ).eval()
+        return _open(self._directory, self._dtype)
 
     def train(self, data: list[Datum], loss_fn: str, layout: Layout) -> float:
         """Run forward, backward and a step. Return the sum of the losses."""
-        total = 0.0
-        for batch in _batches(data, layout, self._dtype):
-            logits_TV = self.model(**batch.arguments, use_cache=False).logits.flatten(0, 1)
-            loss = _loss(logits_TV, batch.inputs, loss_fn)
-            loss.backward()
-            total += loss.item()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return total
+        return _train(self.model, self._optimizer, data, loss_fn, layout, self._dtype)
 
     def sample(self, prompts: list[np.ndarray], num_samples: int, num_new: int, with_adapter: bool) -> np.ndarray:
         """Return new tokens, ``(prompts * samples, num_new)``, without logprobs, which our side always computes."""
@@ -95,6 +86,42 @@ class Peft:
             data += samples_as_data(prompt, samples, advantages[i])
         loss = self.train(data, "importance_sampling", "completions")
         return abs(loss + num_new * advantages.sum()) / float(num_new * np.abs(advantages).sum())
+
+
+class Plain:
+    """One model in float32, all of whose weights are trained."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = _open(directory, torch.float32)
+        self._optimizer = _adamw(list(self.model.parameters()))
+
+    def train(self, data: list[Datum], loss_fn: str, layout: Layout) -> float:
+        """Run forward, backward and a step. Return the sum of the losses."""
+        return _train(self.model, self._optimizer, data, loss_fn, layout, torch.float32)
+
+
+def _open(directory: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    ).eval()
+
+
+def _adamw(weights: Sequence[Tensor]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(weights, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+def _train(
+    model: Any, optimizer: torch.optim.AdamW, data: list[Datum], loss_fn: str, layout: Layout, dtype: torch.dtype
+) -> float:
+    total = 0.0
+    for batch in _batches(data, layout, dtype):
+        logits_TV = model(**batch.arguments, use_cache=False).logits.flatten(0, 1)
+        loss = _loss(logits_TV, batch.inputs, loss_fn)
+        loss.backward()
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
 
 
 @torch.no_grad()

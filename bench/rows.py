@@ -13,8 +13,8 @@ import torch
 from bench import memory, workloads
 from bench.contest import TOLERANCE, Contest, LossCheck
 from bench.limits import gemm_seconds
-from bench.ours import Lorimer
-from bench.peers import Layout, Peft
+from bench.ours import FullLorimer, Lorimer
+from bench.peers import Layout, Peft, Plain
 from bench.report import Line
 from bench.timing import Contestant, Timing, Timings, clock, little_garbage
 from lorimer.engine.messages import Datum
@@ -25,6 +25,8 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "prefix_sft": ("padded", "packed", "micro-batch 1"),
 }
 """The peers of rows with common prefixes; ``completions`` needs completions that all end at the same position."""
+FULL_LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "micro-batch 1")
+_FULL_NAMES = [f"{layout} float32" for layout in FULL_LAYOUTS]
 
 
 def measure_sft(contest: Contest) -> list[Line]:
@@ -228,6 +230,46 @@ def measure_iteration(contest: Contest, row: str, prompt: int) -> list[Line]:
     ]
 
 
+def measure_full(contest: Contest) -> list[Line]:
+    """Measure the SFT step with all weights trained, in float32 on both sides, then the peak memory of each loop."""
+    shape, lengths = contest.shape, contest.shape.sizes.sft_lengths
+    make, check = partial(workloads.sft_data, lengths, shape.vocab_size), LossCheck()
+    ours, plain = FullLorimer(contest.directory, contest.num_threads), Plain(contest.directory)
+    torch.set_num_threads(contest.num_threads)
+
+    def run(number: int, name: str, train: Callable[[list[Datum], str], float]) -> None:
+        data = make(number)
+        check.add(number, name, train(data, "cross_entropy"), data)
+
+    trains: dict[str, Callable[[list[Datum], str], float]] = {"ours float32": ours.train}
+    trains |= {f"{layout} float32": partial(plain.train, layout=layout) for layout in FULL_LAYOUTS}
+    contestants = [
+        Contestant(
+            name=name,
+            team="ours" if name.startswith("ours") else "peer",
+            run=partial(run, name=name, train=train),
+            warm_up=partial(run, 0, name, train),
+        )
+        for name, train in trains.items()
+    ]
+    timings = contest.compete("full", contestants)
+    del ours, plain, trains, contestants
+    count = sum(lengths)
+    text = f"Full fine-tuning, {len(lengths)} sequences, {count} tokens"
+    peaks = {name: memory.measure_one(contest, "full", name) for name in ("ours float32", *_FULL_NAMES)}
+    peer = min((peaks[name] for name in _FULL_NAMES), key=lambda peak: peak.peak_bytes)
+    line = Line(
+        text="Peak memory, full fine-tuning, two steps: times less than the smallest loop",
+        ours=str(peaks["ours float32"]),
+        other=str(peer),
+        which=peer.name,
+        ratio=peer.peak_bytes / peaks["ours float32"].peak_bytes,
+        aim="full memory",
+    )
+    best = _compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, "full")
+    return [best, line]
+
+
 def measure_first_call(contest: Contest) -> list[Line]:
     """Compare the first call of a new shape with the second, for training and sampling."""
     ours, vocab_size = contest.best_ours, contest.shape.vocab_size
@@ -342,6 +384,7 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "sample_32x1": lambda c: measure_sampling(c, "sample_32x1", c.shape.sizes.sample_prompts, 1),
     "rl_iteration": lambda c: measure_iteration(c, "rl_iteration", c.shape.sizes.sample_prompt),
     "rl_iteration_long": lambda c: measure_iteration(c, "rl_iteration_long", c.shape.sizes.iteration_long_prompt),
+    "full": measure_full,
     "first_call": measure_first_call,
     "memory": measure_memory,
 }

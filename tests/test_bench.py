@@ -18,9 +18,11 @@ from bench.__main__ import main, measure
 from bench.contest import LossCheck, open_contest
 from bench.limits import gemm_seconds
 from bench.models import QUICK, SMALL, SMOL
+from bench.ours import FullLorimer
+from bench.peers import Plain
 from bench.profiling import profile_ours
 from bench.report import AIMS, Line
-from bench.rows import ROWS
+from bench.rows import FULL_LAYOUTS, ROWS
 from bench.service import figures
 from bench.service.client import ENGINE_DATUM
 from bench.service.figures import Figure, percentile
@@ -91,6 +93,24 @@ def test_both_sides_compute_the_same_loss(contest, data, loss_fn, layout):
     # Twice: a step leaves the weights alone.
     assert [peer.train(data, loss_fn, layout) for _ in range(2)] == [expected, expected]
     assert ours.train_one(data, loss_fn) == expected
+
+
+@pytest.fixture(scope="module")
+def full_sides(contest):
+    return FullLorimer(contest.directory, 1), Plain(contest.directory)
+
+
+@pytest.mark.parametrize("layout", FULL_LAYOUTS)
+def test_full_sides_compute_the_same_loss_and_gradient(full_sides, layout):
+    """The gradient is read from the first moments, which a step leaves behind, of two steps each with the same data."""
+    ours, plain = full_sides
+    found, expected = ours.train(SFT, "cross_entropy"), plain.train(SFT, "cross_entropy", layout)
+    assert found == pytest.approx(expected, rel=1e-5)
+    moments, state = ours.engine._runs["run"].moments["exp_avg"], plain._optimizer.state
+    theirs = {name: state[parameter]["exp_avg"] for name, parameter in plain.model.named_parameters()}
+    assert moments.keys() == theirs.keys()
+    for name, moment in moments.items():
+        torch.testing.assert_close(moment, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 def test_the_adapter_takes_part(contest):

@@ -298,6 +298,7 @@ CONCERNS = {
     "images": "in inputs of a model",
     "keys": "API keys",
     "leases": "rights of one process, until they run out",
+    "methods": "ways of fine-tuning, compared",
     "metrics": "numbers of a run, over its steps",
     "optim": "optimisers and their parameters",
     "overview": "how a server is doing",

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lorimer.cookbook.logs import JsonlSink
-from lorimer.cookbook.plots import draw_png, read_charts, smoothed, write_html
+from lorimer.cookbook.plots import Chart, draw_png, read_charts, smoothed, write_html
 from lorimer.errors import InvalidInput
 
 
@@ -88,3 +88,14 @@ def test_the_command_writes_both_files(tmp_path):
     failed = CliRunner().invoke(app, ["plot", str(tmp_path)])
     assert failed.exit_code == 2
     assert "metrics.jsonl" in failed.output
+
+
+def test_a_logarithmic_axis_has_equal_factors_at_equal_distances(tmp_path):
+    points = [(1e-4, 3.0), (1e-3, 2.0), (1e-2, 4.0)]
+    chart = Chart("nll", {"a": points}, x_label="learning rate", is_log_x=True)
+    page = write_html([chart], tmp_path / "rates.html").read_text("utf-8")
+    places = [float(found) for found in re.findall(r'<circle cx="([\d.]+)"', page)]
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.11)
+    assert "a, learning rate 0.001: 2" in page
+    assert ">0.0001<" in page and ">0.01<" in page, "its marks are rates"
+    assert draw_png([chart], tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")

@@ -13,6 +13,7 @@ from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.memory import (
     MAX_BUDGET,
     MAX_DEVICE_BUDGET,
+    MAX_FULL_BUDGET,
     MIN_BUDGET,
     activation_bytes_per_token,
     choose_token_budget,
@@ -45,6 +46,8 @@ def test_budget_grows_with_memory_between_its_bounds(small_model):
     budgets = [choose_token_budget(tokens, "cpu") for tokens in fitting]
     assert budgets == [MIN_BUDGET, MIN_BUDGET, 500, 1000, 2000, MAX_BUDGET]
     assert choose_token_budget(fitting[-1], "cuda") == MAX_DEVICE_BUDGET
+    full = [choose_token_budget(tokens, "cpu", is_full=True) for tokens in fitting]
+    assert full == [MIN_BUDGET, MIN_BUDGET, 500, *[MAX_FULL_BUDGET] * 3]
 
 
 def test_a_pass_is_checkpointed_only_if_its_activations_do_not_fit(small_model, monkeypatch):

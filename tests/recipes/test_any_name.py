@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "chat_sft": SL,
     "teach_its_name": {"steps": 2, "batch_size": 2},
     "sweep": {"steps": 2, "batch_size": 2, "num_questions": 2, "learning_rates": "1e-3", "ranks": "2"},
+    "methods": {"methods": "lora-2", "max_rates": 1, "steps": 2, "batch_size": 2, "num_held_out": 2},
     "rl_loop": {"steps": 2, **RL},
     "rl_basic": {"steps": 2},
     "arithmetic_rl": {"steps": 2, "num_questions": 2, **RL},

@@ -54,6 +54,8 @@ WRONG = {
     "a model that is not served": (["teach_its_name", "--model", "nobody/nothing"], "nobody/nothing"),
     "a checkpoint that is not there": (["inference_gsm8k", "--model", "tinker://a:train:0/weights/b"], "a:train:0"),
     "rates that are no numbers": (["sweep", "--learning-rates", "fast"], "'fast'"),
+    "a method that is none": (["methods", "--methods", "dora-8"], "'dora-8' is not a method"),
+    "a method that is named twice": (["methods", "--methods", "full,full"], "names a method twice"),
     "a grader that is not there": (["rl_gsm8k", "--grader", "nowhere:grade", "--learning-rate", "1e-3"], "nowhere"),
     "a reference that is none": (["dpo", "--start-from", "data.jsonl"], "tinker:// path"),
     "a reference that is not there": (["dpo", "--start-from", "none.txt"], "'none.txt': No such file"),

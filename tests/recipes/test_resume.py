@@ -53,6 +53,11 @@ CASES = {
     "chat_sft": Case((2, 7), SL, has_data=True),
     "teach_its_name": Case((2, 12), {"steps": 20, "batch_size": 4, "rank": 4}),
     "sweep": Case((4, 46), {"steps": 40, "batch_size": 2, "num_questions": 2, "learning_rates": 0.001, "ranks": "2,4"}),
+    "methods": Case(
+        (4, 14),
+        {"methods": "lora-2,full", "steps": 8, "search_steps": 2, "max_rates": 3, "batch_size": 2, "num_held_out": 4}
+        | {"eval_every": 4, "save_every": 3},
+    ),
     "rl_loop": Case((2, 4), {"steps": 8, "save_every": 2, **RL}),
     "rl_basic": Case((2, 11), {"steps": 14}),
     "arithmetic_rl": Case((2, 21), {"steps": 28, "num_questions": 4, **RL}),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lorimer
-from lorimer import RestClient, ServiceClient, TrainingClient
+from lorimer import RestClient, ServiceClient, TrainingClient, types
 from lorimer.client.runs import RunOptions
 from lorimer.cookbook.progress import say
 from lorimer.errors import CheckpointError, InvalidInput
@@ -152,6 +152,7 @@ async def open_training_client(
             train_unembed=train_unembed,
             train_embed=train_unembed,
             user_metadata=user_metadata,
+            optimizer=optimizer,
             **told,
         )
         return client, 0
@@ -167,6 +168,26 @@ async def open_training_client(
         **told,
     )
     return client, 0
+
+
+async def delete_checkpoint(service: ServiceClient, checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint on the server; the log of its directory still says that the steps are done."""
+    rest = service.create_rest_client()
+    for path in (checkpoint.state_path, checkpoint.sampler_path):
+        with suppress(lorimer.NotFoundError):
+            await rest.delete_checkpoint_from_tinker_path_async(path)
+
+
+async def unload_run(service: ServiceClient, checkpoint: Checkpoint) -> None:
+    """Free the memory of the run that a checkpoint is of, whose training has ended."""
+    connection = service.holder.connection
+    request = types.UnloadModelRequest(model_id=model_id_of(checkpoint))
+    await connection.run(connection.transport.call("POST", "/api/v1/unload_model", request)).result_async()
+
+
+def model_id_of(checkpoint: Checkpoint) -> str:
+    """Return the id of the training run that a checkpoint is of."""
+    return checkpoint.state_path.removeprefix("tinker://").partition("/")[0]
 
 
 def read_reference(path: Path) -> str:

@@ -5,7 +5,7 @@ A chart has one metric and a line for each run that has it. What a loop writes i
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,6 +29,9 @@ class Chart:
     metric: str
     lines: Mapping[str, Line]
     """By the name of the run."""
+    x_label: str = "step"
+    is_log_x: bool = False
+    """Whether the horizontal axis is logarithmic; it then starts above 0."""
 
 
 def read_charts(directories: Sequence[Path | str], metrics: Sequence[str] = ()) -> list[Chart]:
@@ -116,7 +119,9 @@ def _draw_chart(axis: Any, chart: Chart, smoothing: float) -> None:
     axis.set_title(chart.metric, fontsize=9)
     axis.grid(alpha=0.25)
     axis.tick_params(labelsize=8)
-    axis.set_xlabel("step", fontsize=8)
+    axis.set_xlabel(chart.x_label, fontsize=8)
+    if chart.is_log_x:
+        axis.set_xscale("log")
     if len(chart.lines) > 1:
         axis.legend(fontsize=7)
 
@@ -178,16 +183,18 @@ def write_html(
 
 def _svg(chart: Chart, colors: Mapping[str, str], smoothing: float) -> str:
     points = [point for line in chart.lines.values() for point in line]
-    steps, values = _range([step for step, _ in points]), _range([value for _, value in points])
+    scale: Callable[[float], float] = math.log10 if chart.is_log_x else float
+    steps, values = _range([scale(step) for step, _ in points]), _range([value for _, value in points])
 
     def place(step: float, value: float) -> tuple[str, str]:
-        x = LEFT + (WIDTH - LEFT - 8) * (step - steps[0]) / (steps[1] - steps[0])
+        x = LEFT + (WIDTH - LEFT - 8) * (scale(step) - steps[0]) / (steps[1] - steps[0])
         y = TOP + (HEIGHT - TOP - BOTTOM) * (values[1] - value) / (values[1] - values[0])
         return f"{x:.1f}", f"{y:.1f}"
 
     parts = []
     for part in range(5):
         step, value = (low + (high - low) * part / 4 for low, high in (steps, values))
+        step = 10**step if chart.is_log_x else step
         x, y = place(step, value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y}" text-anchor="end" dominant-baseline="middle">{value:.3g}</text>')
@@ -202,7 +209,7 @@ def _svg(chart: Chart, colors: Mapping[str, str], smoothing: float) -> str:
                 )
         for step, value in line:
             x, y = place(step, value)
-            told = html.escape(f"{run}, step {step:g}: {value:.6g}")
+            told = html.escape(f"{run}, {chart.x_label} {step:g}: {value:.6g}")
             dot = f'<circle cx="{x}" cy="{y}" r="3" fill="{colors[run]}" fill-opacity="{0.9 if len(line) < 60 else 0}">'
             parts.append(f"{dot}<title>{told}</title></circle>")
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'

@@ -93,7 +93,7 @@ class Engine:
             # A budget that was set also says how much is kept.
             is_set = config.token_budget > 0
             fitting = 0 if is_set else count_fitting_tokens(self.model, int(_TRAINING_SHARE * memory))
-            budget = config.token_budget or choose_token_budget(fitting, device.type)
+            budget = config.token_budget or choose_token_budget(fitting, device.type, self._is_full)
             if not shards.is_alone:
                 self._shard(device, report)
         self.trainer = Trainer(self.model, budget, fitting)

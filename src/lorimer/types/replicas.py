@@ -31,6 +31,8 @@ class ReplicaEntry(Response):
     num_running_samples: int
     num_open_operations: int
     tokens_per_second: TokensPerSecond
+    engine_bytes: int | None = None
+    """The resident memory of the engine's process; none if it runs elsewhere, or the system does not report it."""
     num_deaths: int
     """How often its engine ended unexpectedly since its owner started."""
 

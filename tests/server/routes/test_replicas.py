@@ -29,6 +29,7 @@ async def test_one_process_computes_its_replica_itself(ada):
     assert replica["num_loaded_runs"] >= 1
     assert replica["tokens_per_second"]["training"] > 0
     assert replica["num_deaths"] == 0
+    assert replica["engine_bytes"] > 10e6
 
 
 async def test_a_run_names_its_replica(ada):

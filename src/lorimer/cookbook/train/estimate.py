@@ -4,27 +4,24 @@ The steps are those of the loop itself, with its batches, without evaluations. T
 run is unloaded afterwards; its entry in the list of runs stays.
 """
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lorimer import NotFoundError, ServiceClient, types
+from lorimer import ServiceClient
 from lorimer.cookbook import preference, supervised
+from lorimer.cookbook.checkpoints import delete_checkpoint, model_id_of, unload_run
 from lorimer.cookbook.data_check import check_data, count_problems
 from lorimer.cookbook.datums import num_tokens
+from lorimer.cookbook.engine_memory import watched_memory
 from lorimer.cookbook.logs import read_metrics
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl import training as rl
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.cookbook.train.kinds import Given, Job
-from lorimer.types.overview import OverviewResponse
 
 NUM_MEASURED = 2
-POLL_SECONDS = 0.1
 TIMES = ("time/step_seconds", "time/total", "time/latency_seconds")
 
 
@@ -51,10 +48,13 @@ class Estimate:
 async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
     """Measure two steps, and return what all of them will take."""
     with TemporaryDirectory(prefix="lorimer-dry-run-") as directory:
-        async with _watched_memory(service, given["base_model"]) as memory:
+        async with watched_memory(service) as memory:
             result = await job.train(_shortened(job.config, Path(directory)), service)
+            saved = getattr(result, "checkpoint", result)
+            engine_bytes = await memory.peak_of(model_id_of(saved))
         measured = [line for line in read_metrics(directory) if any(name in line for name in TIMES)]
-    await _throw_away(service, getattr(result, "checkpoint", result))
+    await delete_checkpoint(service, saved)
+    await unload_run(service, saved)
     seconds = next(float(measured[-1][name]) for name in TIMES if name in measured[-1])
     renderer = get_renderer(given.values.get("renderer_name", "auto"), get_tokenizer(service, given["base_model"]))
     num_steps = job.config.num_steps
@@ -84,7 +84,7 @@ async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
         problems=dict(count_problems(report.findings)) if report else {},
         seconds_per_step=seconds,
         seconds=seconds * num_steps,
-        engine_bytes=max(memory.engine, default=None),
+        engine_bytes=engine_bytes,
         available_bytes=min(memory.available, default=None),
     )
 
@@ -111,47 +111,3 @@ def _count_tokens(config: Any, num_steps: int, measured: list[dict[str, Any]]) -
         pairs = [pair for step in range(num_steps) for pair in config.dataset.get_batch(step)]
         return sum(num_tokens([pair.chosen, pair.rejected]) for pair in pairs)
     return round(num_steps * sum(float(line["num_tokens"]) for line in measured) / len(measured))
-
-
-@dataclass(frozen=True)
-class _Memory:
-    engine: list[int]
-    available: list[int]
-
-
-@contextlib.asynccontextmanager
-async def _watched_memory(service: ServiceClient, base_model: str) -> AsyncIterator[_Memory]:
-    """Ask the server for its memory again and again within the block; other servers may not tell."""
-    memory = _Memory([], [])
-    connection = service.holder.connection
-
-    async def watch() -> None:
-        while True:
-            try:
-                asked = connection.run(connection.transport.ask(OverviewResponse, "GET", "/api/v1/overview"))
-                found = await asked.result_async()
-            except NotFoundError:
-                return
-            for model in found.models:
-                if model.name == base_model and model.memory.engine_bytes and model.memory.available_bytes:
-                    memory.engine.append(model.memory.engine_bytes)
-                    memory.available.append(model.memory.available_bytes)
-            await asyncio.sleep(POLL_SECONDS)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield memory
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-
-
-async def _throw_away(service: ServiceClient, saved: Any) -> None:
-    rest = service.create_rest_client()
-    for path in (saved.state_path, saved.sampler_path):
-        await rest.delete_checkpoint_from_tinker_path_async(path)
-    model_id = saved.state_path.removeprefix("tinker://").partition("/")[0]
-    connection = service.holder.connection
-    request = types.UnloadModelRequest(model_id=model_id)
-    await connection.run(connection.transport.call("POST", "/api/v1/unload_model", request)).result_async()
