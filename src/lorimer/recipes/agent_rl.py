@@ -96,8 +96,8 @@ def main(
     agent_name: Annotated[
         str, typer.Option("--agent", help="another agent, as module:function; it gets an AgentCall")
     ] = "lorimer.recipes.agent_rl:agent",
-    sft_steps: Annotated[int, typer.Option(help="steps that show the form")] = 80,
-    steps: Annotated[int, typer.Option(help="steps of reinforcement learning", min=1)] = 20,
+    sft_steps: Annotated[int, typer.Option(help="steps that show the form")] = 60,
+    steps: Annotated[int, typer.Option(help="steps of reinforcement learning", min=1)] = 15,
     batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 12,
     group_size: Annotated[int, typer.Option(help="episodes of each question", min=1)] = 8,
     num_questions: Annotated[int, typer.Option(help="held-out products to evaluate", min=1, max=100)] = 100,
