@@ -139,7 +139,7 @@ def test_readme_example_runs(code, open_server, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-GUIDES = [ROOT / "docs" / name for name in ("sdk.md", "optimizers.md")]
+GUIDES = [ROOT / "docs" / name for name in ("sdk.md", "optimizers.md", "agents.md")]
 """Pages whose examples are one program."""
 
 

@@ -42,14 +42,8 @@ ROW_LENGTH = 256
 STEP_TOKENS = 2048
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}"
-    "{{ ' ' + tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')' }}"
-    "{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

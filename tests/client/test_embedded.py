@@ -59,6 +59,29 @@ def test_training_without_a_port_and_going_on_in_the_next_program(tmp_path):
     assert float(run.stdout) == pytest.approx(float(loss), rel=1e-6)
 
 
+LISTEN = """
+import httpx2
+service = lorimer.ServiceClient(base_url="local", model="lorimer/debug")
+client = service.create_lora_training_client("lorimer/debug", rank=4)
+rest = service.create_rest_client()
+episode = rest.create_episode(client.model_id, sampler="lorimer/debug", max_tokens=3).result()
+connection = rest.holder
+(url, key), (again, _) = (connection.run(connection.address()).result() for _ in range(2))
+assert url == again and not key
+answer = httpx2.post(url + episode.path + "/completions", json={"model": "m", "prompt": [5]}, timeout=60)
+assert answer.status_code == 200, answer.text
+print(url, len(rest.get_turns(client.model_id, episode.episode_id).result()))
+"""
+
+
+def test_programs_outside_reach_the_service_while_it_runs(tmp_path):
+    run = run_program(LISTEN, tmp_path / "data")
+    assert run.returncode == 0, run.stderr
+    assert "Traceback" not in run.stderr
+    url, num_turns = run.stdout.split()
+    assert url.startswith("http://127.0.0.1:") and num_turns == "1"
+
+
 def test_second_program_is_told_what_to_do_and_the_engine_ends_with_the_first_also_after_an_error(tmp_path):
     text = f"""
 service = lorimer.ServiceClient(base_url="local", model="lorimer/debug")

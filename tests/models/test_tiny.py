@@ -90,16 +90,6 @@ def test_chat_template(tokenizer):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == chat == render_chat(messages)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == chat + "<|im_start|>assistant\n"
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    tools = [
-        {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}},
-        {"type": "function", "function": {"name": "stop"}},
-    ]
-    called = [messages[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert tokenizer.apply_chat_template(called, tools=tools, tokenize=False) == (
-        "<|im_start|>system\nTools: add(a, b) stop()<|im_end|>\n<|im_start|>user\nWhat is 12 + 7?<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n'
-    )
 
 
 def test_weights_are_those_that_were_scored(tiny):

@@ -44,6 +44,19 @@ def test_tool_use_rl(run_recipe, tmp_path):
     assert read_metrics(tmp_path / "log" / "rl")[0]["env/all/turns_per_episode"] >= 1
 
 
+def test_agent_rl(run_recipe, tmp_path):
+    printed = run_recipe("agent_rl", sft_steps=2, num_questions=4, **SMALL)
+    assert "right answers to 4 products never seen" in printed
+    first = read_metrics(tmp_path / "log" / "rl")[0]
+    assert first["env/all/episodes_lost"] == 0 and first["env/all/total_episodes"] == 8
+    assert first["env/all/turns_per_episode"] >= 1 and "env/all/called" in first
+
+
+def test_agent_rl_takes_any_agent_by_name(refused_recipe, tmp_path):
+    code, said = refused_recipe("agent_rl", "--agent", "nowhere:play", "--base-url", "http://127.0.0.1:9")
+    assert code and "agent is 'nowhere:play'; module:function is accepted" in said
+
+
 def test_result_of_the_calculator_is_no_answer():
     """Nor is it one where the model used up its turns with calls."""
     renderer = tiny_renderer()

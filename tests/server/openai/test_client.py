@@ -10,7 +10,7 @@ import pytest
 
 import lorimer
 from lorimer import types
-from tests.server.openai.conftest import LLAVA, PLAIN, TINY, TOOLED
+from tests.server.openai.conftest import PLAIN, TINY, TOOLED
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a shepherd and the ships that come over the sea."}]
 GREEDY: Any = {"model": TINY, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
@@ -289,7 +289,7 @@ def test_thoughts_are_apart(client):
 REFUSED = {
     "unknown model": ({"model": "gpt-9"}, 404, "model", "not served here"),
     "no template": ({"model": PLAIN}, 400, "model", "has no chat template"),
-    "no place for tools": ({"model": LLAVA, "tools": [ADD]}, 400, "tools", "has no place for them"),
+    "no place for tools": ({"tools": [ADD]}, 400, "tools", "has no place for them"),
     "too long": ({"max_tokens": 100_000}, 400, "max_tokens", "exceed the context length"),
     "penalty": ({"presence_penalty": 0.5}, 400, "presence_penalty", "not available"),
     "bias": ({"logit_bias": {"50256": -100}}, 400, "logit_bias", "not available"),

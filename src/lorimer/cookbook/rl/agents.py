@@ -10,8 +10,8 @@ import inspect
 import json
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -74,7 +74,6 @@ class ExternalAgents:
                 f"max_concurrent is {max_concurrent} and timeout_seconds {timeout_seconds}; positive ones are accepted"
             )
         self.agent, self.timeout_seconds, self.max_concurrent = agent, timeout_seconds, max_concurrent
-        self._threads = ThreadPoolExecutor(max_concurrent, "lorimer-agent")
         self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def __call__(self, task: Any) -> "ExternalAgent":
@@ -104,8 +103,34 @@ class ExternalAgents:
     async def _start(self, call: AgentCall) -> Any:
         if inspect.iscoroutinefunction(self.agent):
             return await self.agent(call)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, self.agent, call)
+        found = await in_thread(self.agent, call)
         return await found if inspect.isawaitable(found) else found
+
+
+async def in_thread(agent: Agent, call: AgentCall) -> Any:
+    """Run an agent in a thread of its own, which does not hold the program when it ends: an agent may hang."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any, error: Exception | None) -> None:
+        if ended.cancelled():
+            return
+        if error is None:
+            ended.set_result(result)
+        else:
+            ended.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = agent(call)
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=work, name=f"agent {call.episode_id}", daemon=True).start()
+    return await ended
 
 
 class ExternalAgent(SelfPlayedEnv):

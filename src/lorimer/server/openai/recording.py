@@ -14,7 +14,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from lorimer import types
-from lorimer.errors import InvalidInput
+from lorimer.errors import Gone, InvalidInput
 from lorimer.scheduler.streaming import Piece
 from lorimer.server.context import Context, context_of
 from lorimer.server.openai.chat import ChatJob
@@ -26,7 +26,7 @@ from lorimer.server.openai.text import text_model
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import find_sampler, find_weights, quote_id
 from lorimer.server.settings import Settings
-from lorimer.store import episodes
+from lorimer.store import episodes, weights
 from lorimer.store.episodes import EpisodeLimits, Turn
 from lorimer.store.tracking import TrackedRun
 from lorimer.types.paths import SCHEME
@@ -85,11 +85,16 @@ async def resolve_sampler(request: Request, run: TrackedRun, sampler: str) -> So
     """Return the weights that ``sampler`` names; they must be of the run's base model."""
     weights_id, rank, base_model = None, None, sampler
     if sampler.startswith(SCHEME):
-        weights = await find_weights(request, sampler)
-        weights_id, rank, base_model = weights.weights_id, weights.rank, weights.base_model
+        named = await find_weights(request, sampler)
+        weights_id, rank, base_model = named.weights_id, named.rank, named.base_model
     elif sampler != run.base_model:
         found = await find_sampler(request, sampler)
         weights_id, base_model = found.weights_id, found.base_model
+        if weights_id is not None:
+            kept = await context_of(request).store.read(weights.get_weights, weights_id)
+            if kept is None:
+                raise Gone(f"the weights of the sampler {quote_id(sampler)} have expired; save them again")
+            rank = kept.rank
     if base_model != run.base_model:
         raise InvalidInput(
             f"the sampler {quote_id(sampler)} is of base model {base_model!r}; one of {run.base_model!r}, the run's, is"

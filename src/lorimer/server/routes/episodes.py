@@ -193,7 +193,7 @@ async def list_turns(request: Request) -> Response:
     # Written without pydantic, which would validate every number again.
     return await off_loop(
         num_tokens * BYTES_OF_TOKEN,
-        lambda: reply({"turns": [asdict(turn) for turn in found], "has_more": has_more}),
+        lambda: reply({"turns": [vars(turn) for turn in found], "has_more": has_more}),
     )
 
 
