@@ -97,6 +97,8 @@ class Leases:
         self._claiming = asyncio.Lock()
         """Held while replicas for full runs are claimed or given back."""
         self._looked_at = 0.0
+        self._left: set[str] = set()
+        """Replicas that this process does not compute any more, although their rows still name it."""
         self._refused_at: dict[str, float] = {}
         """When an engine here refused to start for such a replica."""
 
@@ -224,7 +226,10 @@ class Leases:
                 if slot.state == "failed" and slot.refusal is not None:
                     self._refused_at[place] = asyncio.get_running_loop().time()
                 await self._owner.give_up(place)
+                self._left.add(place)
+            for place in sorted(self._left):  # also those that the database could not be told of before
                 await self._store.write(owners.give_back, self.owner_id, place)
+                self._left.remove(place)
                 log.info("replica %s is left to others", place)
                 self._send("replicas")
 
