@@ -198,8 +198,11 @@ class Leases:
         async with self._claiming:
             names = [name for name in self._engines if is_full(name) and name not in own and config.may_claim(name)]
             for wanted in await self._store.read(_find_wanted, names) if names else ():
-                if await self._takes(wanted) and await self._store.write(owners.claim, self.owner_id, [wanted.name]):
-                    await self._open(wanted.name, starts=wanted.has_direct)
+                if not await self._takes(wanted):
+                    continue
+                name = await self._store.write(owners.claim, self.owner_id, [wanted.name])
+                if name is not None:
+                    await self._open(name, starts=wanted.has_direct)
 
     async def _takes(self, wanted: _Wanted) -> bool:
         """Return whether to claim a replica, so that the process that claims it can start its engine."""
