@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import lorimer
 from lorimer import types
 from lorimer.cli.download import download_checkpoint
+from lorimer.engine.reservations import reserved_bytes
 from tests.client.examples import batch, logprobs, prompt
 from tests.client.test_restart import Restartable
 from tests.conformance.servers import create_key, running_server
@@ -90,9 +91,13 @@ def test_a_full_run_is_saved_loaded_and_sampled(service, tmp_path):
     names = {file.name for file in files}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not any(name.startswith("training_state") for name in names)
-    assert "model.embed_tokens.weight" in load_file(tmp_path / "model" / "model.safetensors")
+    model = tmp_path / "model" / "model.safetensors"
+    assert "model.embed_tokens.weight" in load_file(model)
     # In the same run, and in a new one.
     trainer.load_state_with_optimizer(saved).result(120)
+    # A load ends with a snapshot: weights and two moments.
+    run, size = service.create_rest_client().get_training_run(trainer.model_id).result(), model.stat().st_size
+    assert 2.9 * size < run.snapshot_bytes < 2 * 4.2 * size
     np.testing.assert_array_equal(take_steps(trainer, 2), expected[0])
     np.testing.assert_array_equal(score(trainer), expected[1])
     again = service.create_training_client_from_state_with_optimizer(saved)
@@ -210,17 +215,20 @@ def test_a_full_run_survives_kills_of_its_engine_and_of_the_server(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_engine_of_an_idle_full_run_ends_and_comes_back(tmp_path):
+def test_the_engine_of_an_idle_full_run_ends_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running_server(tmp_path / "data", [MODEL], full_idle_seconds=1.0, max_full_runs=1) as server:
         (parent,) = [p for p in psutil.process_iter() if {str(server.data), "serve"} <= set(words(p))]
         with lorimer.ServiceClient(base_url=server.url) as service:
             trainer = service.create_training_client(MODEL, method="full")
             before = take_steps(trainer, 2), score(trainer)
             assert len(engines(parent.pid)) == 2
+            assert reserved_bytes() > 0, "the next gradient"
             deadline = time.monotonic() + 60
             while len(engines(parent.pid)) > 1:
                 assert time.monotonic() < deadline, "the engine of the idle run ends"
                 time.sleep(0.1)
+            assert reserved_bytes() == 0
             np.testing.assert_array_equal(score(trainer), before[1])
             path = trainer.save_state("kept").result(120).path
             with safe_open(next((server.data / "weights").glob("*/model.safetensors")), framework="pt") as file:

@@ -199,6 +199,18 @@ def test_a_full_run_that_no_worker_has_the_memory_for_is_refused_with_the_number
     assert re.search(r"needs \d+\.\d MiB, 0\.0 MiB free", program.stderr()), program.stderr()[-2000:]
 
 
+def test_a_sample_that_is_not_journaled_finds_a_worker_for_full_weights(installation, keys, tmp_path):
+    (program,) = start(installation, keys[:1], [Plan(seed=10, steps=2, sample_every=0, full=True)], tmp_path)
+    finish_all([program])
+    nobody_has_full_replicas(installation)
+    body = {"model": program.of("end")[0]["path"], "prompt": "a", "max_tokens": 3}
+    given = {"json": body, "headers": {"Authorization": f"Bearer {keys[0]}"}, "timeout": 300}
+    url = f"{installation.url}/v1/completions"
+    first = httpx2.post(url, **given)
+    assert first.status_code == 429 and "a worker with enough free memory" in first.text, first.text
+    eventually(lambda: httpx2.post(url, **given).status_code == 200, "a worker has loaded the weights", 300)
+
+
 def test_replicas_of_full_runs_are_owned_only_while_they_have_work(installation, keys, tmp_path):
     """Their workers leave them when the engine has ended, and the next run finds one again."""
     plans = [Plan(seed=7 + number, steps=3, sample_every=2, full=True) for number in range(2)]

@@ -260,7 +260,7 @@ def test_a_snapshot_has_only_what_is_trained_and_shares_what_did_not_change(empt
     create(empty, train_attn=False, train_embed=False, train_unembed=False)
     load(empty, d)
     assert is_equal(state(empty), expected)
-    # A missing or foreign snapshot to share with is no error; a base with other weights is.
+    # A missing snapshot to share with is not an error; a base with other weights is.
     save(empty, a, is_snapshot=True, shares_with=str(tmp_path / "gone"))
     embedding = empty.model.transformer.get_input_embeddings().weight
     before = embedding[0, 0].item()

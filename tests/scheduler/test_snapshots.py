@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -56,9 +55,9 @@ async def train(service: Service, user: User, run: Run, first: int, last: int) -
     await service.done(accepted)
 
 
-async def two_snapshots(service: Service, user: User, session: Session, number: int, **kind: Any) -> Run:
+async def two_snapshots(service: Service, user: User, session: Session, number: int) -> Run:
     """A run with snapshots after operations 3 and 6, and three operations after them."""
-    run = await service.create(user, session, number, **kind)
+    run = await service.create(user, session, number)
     await train(service, user, run, 1, 3)
     assert (await service.park(user, run)).snapshot_seq == NO_SNAPSHOT
     await train(service, user, run, 4, 6)
@@ -136,19 +135,22 @@ async def test_a_damaged_snapshot_makes_the_replay_longer(restarted, kind):
 
 
 async def test_a_full_run_falls_back_from_a_torn_shard(tmp_path):
-    """A torn shard of its moments, a lost one of its weights."""
-    full = types.FullConfig(train_embed=False, train_unembed=False)
-    shards = ["exp_avg-mlp", "weight-attn"]
-    s = await Service.open(tmp_path / "data", SchedulerLimits(max_full_runs=1))
+    """Two take turns in one engine, so each is saved when the other one comes."""
+    full, limits = types.FullConfig(train_embed=False, train_unembed=False), SchedulerLimits(max_full_runs=1)
+    s = await Service.open(tmp_path / "data", limits)
     user, session = await s.session()
     expected = await undisturbed(s, user, session, 0, full=full)
-    runs = [await two_snapshots(s, user, session, number, full=full) for number in range(1, len(shards) + 1)]
-    runs = [await s.run(run.model_id) for run in runs]  # the second has had the first one evicted, and so saved again
+    runs = [await s.create(user, session, number, full=full) for number in (1, 2)]
+    for first in (1, 4, 7):
+        for run in runs:
+            await train(s, user, run, first, first + 2)
+    runs = [await s.run(run.model_id) for run in runs]
+    assert [(run.snapshot_seq, run.newest_seq) for run in runs] == [(6, 9), (3, 6)]
     await s.die()
-    for run, shard in zip(runs, shards, strict=True):
-        path = s.directory.snapshots / str(run.newest_name) / f"training_state-{shard}-00001.safetensors"
-        path.unlink() if shard == shards[-1] else tear(path)
-    s = await Service.open(tmp_path / "data", SchedulerLimits(max_full_runs=1))
+    moments, weights = (s.directory.snapshots / str(run.newest_name) for run in runs)
+    tear(moments / "training_state-exp_avg-mlp-00001.safetensors")
+    (weights / "training_state-weight-attn-00001.safetensors").unlink()
+    s = await Service.open(tmp_path / "data", limits)
     try:
         for run in runs:
             await train(s, user, run, 10, 3 * STEPS)

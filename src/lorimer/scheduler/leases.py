@@ -97,6 +97,8 @@ class Leases:
         self._claiming = asyncio.Lock()
         """Held while replicas for full runs are claimed or given back."""
         self._looked_at = 0.0
+        self._left: set[str] = set()
+        """Replicas that this process does not compute any more, although their rows still name it."""
         self._refused_at: dict[str, float] = {}
         """When an engine here refused to start for such a replica."""
 
@@ -196,8 +198,11 @@ class Leases:
         async with self._claiming:
             names = [name for name in self._engines if is_full(name) and name not in own and config.may_claim(name)]
             for wanted in await self._store.read(_find_wanted, names) if names else ():
-                if await self._takes(wanted) and await self._store.write(owners.claim, self.owner_id, [wanted.name]):
-                    await self._open(wanted.name, starts=wanted.has_direct)
+                if not await self._takes(wanted):
+                    continue
+                name = await self._store.write(owners.claim, self.owner_id, [wanted.name])
+                if name is not None:
+                    await self._open(name, starts=wanted.has_direct)
 
     async def _takes(self, wanted: _Wanted) -> bool:
         """Return whether to claim a replica, so that the process that claims it can start its engine."""
@@ -224,7 +229,10 @@ class Leases:
                 if slot.state == "failed" and slot.refusal is not None:
                     self._refused_at[place] = asyncio.get_running_loop().time()
                 await self._owner.give_up(place)
+                self._left.add(place)
+            for place in sorted(self._left):  # also those that the database could not be told of before
                 await self._store.write(owners.give_back, self.owner_id, place)
+                self._left.remove(place)
                 log.info("replica %s is left to others", place)
                 self._send("replicas")
 

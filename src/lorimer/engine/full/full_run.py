@@ -143,7 +143,7 @@ def publish(run: FullRun) -> PublishedWeights:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, on the CPU without a copy."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

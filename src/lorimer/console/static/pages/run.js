@@ -3,7 +3,21 @@
 import { get, part } from "../api.js";
 import { checkpointTable } from "../checkpoint_actions.js";
 import { Curves } from "../curves.js";
-import { ago, badge, button, bytes, copyButton, empty, facts, h, moment, pageHead, panel, replace, short } from "../dom.js";
+import {
+  ago,
+  badge,
+  button,
+  bytes,
+  copyButton,
+  empty,
+  facts,
+  h,
+  moment,
+  pageHead,
+  panel,
+  replace,
+  short,
+} from "../dom.js";
 import { saveProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 import { followSteps, runTabs } from "../run_tabs.js";
