@@ -23,7 +23,7 @@ from tests.cookbook.rl.test_training import make_config
 from tests.cookbook.test_supervised import config
 
 SINKS = ("jsonl", "server")
-DEBUG = "lorimer/debug"
+DEBUG, TINY = "lorimer/debug", "lorimer/tiny"
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_evaluations_log_their_samples(service, log_dir, logged):
         together(asked, accuracy(rows[:1], renderer, exact_match(), max_tokens=2, name="few")),
         nll(config(log_dir).test_data),
     ]
-    await supervised.train(config(log_dir, sinks=SINKS, evaluators=evaluators), service)
+    await supervised.train(config(log_dir, base_model=TINY, sinks=SINKS, evaluators=evaluators), service)
     found = logged()
     assert {one.kind for one in found} == {"sample"}
     last = [one for one in found if one.step == found[-1].step]

@@ -16,7 +16,6 @@ from lorimer.types.rollouts import (
     LogRolloutsRequest,
     LogRolloutsResponse,
     Rollout,
-    RolloutKind,
     RolloutsResponse,
     RolloutStepsResponse,
 )
@@ -29,6 +28,9 @@ MAX_COUNTED = 10_000
 """Groups whose rollouts are counted; those of the oldest steps are forgotten."""
 
 GivenRollout = Rollout | Mapping[str, Any]
+NO_DEFAULTS: Mapping[str, str] = {}
+SAMPLE: Mapping[str, str] = {"kind": "sample", "split": "test"}
+"""What samples are, unless they say otherwise."""
 
 
 class RolloutReports:
@@ -48,7 +50,7 @@ class RolloutReports:
         given: Sequence[GivenRollout],
         step: int | None = None,
         patience: float = PATIENCE_SECONDS,
-        **defaults: RolloutKind | str,
+        defaults: Mapping[str, str] = NO_DEFAULTS,
     ) -> AwaitableConcurrentFuture[LogRolloutsResponse]:
         """Log rollouts. ``step`` holds for all of them, ``defaults`` for fields that they do not give."""
         fixed = {} if step is None else {"step": step}
@@ -114,7 +116,7 @@ class RolloutsClient(Caller):
         self, run_id: str, rollouts: Sequence[GivenRollout], step: int | None = None
     ) -> "Future[LogRolloutsResponse]":
         """Log rollouts to a run without a training client. Those of a group are counted from 0 in each call."""
-        return self._connection.loop.run(self._log(run_id, rollouts, step))
+        return self._connection.loop.run(self._log(run_id, rollouts, step, NO_DEFAULTS))
 
     async def log_rollouts_async(
         self, run_id: str, rollouts: Sequence[GivenRollout], step: int | None = None
@@ -125,7 +127,7 @@ class RolloutsClient(Caller):
         self, run_id: str, samples: Sequence[GivenRollout], step: int | None = None
     ) -> "Future[LogRolloutsResponse]":
         """Log answers that were evaluated, so that an evaluation that is repeated replaces the earlier one."""
-        return self._connection.loop.run(self._log(run_id, samples, step, kind="sample", split="test"))
+        return self._connection.loop.run(self._log(run_id, samples, step, SAMPLE))
 
     async def log_samples_async(
         self, run_id: str, samples: Sequence[GivenRollout], step: int | None = None
@@ -133,12 +135,12 @@ class RolloutsClient(Caller):
         return await self._wait(self.log_samples(run_id, samples, step))
 
     async def _log(
-        self, run_id: str, given: Sequence[GivenRollout], step: int | None, **defaults: RolloutKind | str
+        self, run_id: str, given: Sequence[GivenRollout], step: int | None, defaults: Mapping[str, str]
     ) -> LogRolloutsResponse:
         """Log to the newest part of a run: those before it are superseded from some step on."""
         run = await self._connection.transport.ask(RunDetails, "GET", f"/api/v1{run_path(run_id)}")
         reports = RolloutReports(self._connection, run.training_run_id)
-        return await reports.send(given, step, **defaults)
+        return await reports.send(given, step, defaults=defaults)
 
     def list_rollouts(
         self,

@@ -16,7 +16,7 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture, warn_if
 from lorimer.client.metrics import Reports, metric_point
 from lorimer.client.polling import json_result, protobuf_result
 from lorimer.client.retries import RetryConfig
-from lorimer.client.rollouts import GivenRollout, RolloutReports
+from lorimer.client.rollouts import SAMPLE, GivenRollout, RolloutReports
 from lorimer.client.runs import run_path
 from lorimer.client.sampling import SamplingClient
 from lorimer.client.sessions import Session
@@ -345,7 +345,7 @@ class TrainingClient:
     def log_samples(self, samples: Sequence[GivenRollout], step: int | None = None) -> APIFuture[LogRolloutsResponse]:
         """Log answers that were evaluated: rollouts whose ``kind`` is ``sample`` and whose ``split``, unless they name
         another, is ``test``; ours alone."""
-        return self.rollout_reports.send(samples, step, kind="sample", split="test")
+        return self.rollout_reports.send(samples, step, defaults=SAMPLE)
 
     async def log_samples_async(
         self, samples: Sequence[GivenRollout], step: int | None = None

@@ -94,7 +94,7 @@ class _Accuracy:
             async with room:
                 response = await sampling_client.sample_async(prompt, self.num_samples, params)
             replies = [text_of(self.renderer.parse_response(one.tokens)[0]) for one in response.sequences]
-            return response.sequences, [await graded(self.grade, reply, row) for reply in replies]
+            return list(response.sequences), [await graded(self.grade, reply, row) for reply in replies]
 
         found = await asyncio.gather(*(grades_of(index, row) for index, row in enumerate(self.rows)))
         self._samples = [partial(self._rollouts, index, *one) for index, one in enumerate(found)]

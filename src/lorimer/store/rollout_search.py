@@ -98,6 +98,7 @@ def find(c: Connection, scope: Scope, *, sort: str, limit: int, after: str | Non
     value, last_id = _read_cursor(after)
     where = _where(scope)
     rows: list[StoredRollout] = []
+    place: Sequence[Any] | None
     if after is None or value is not None:
         place = None if after is None else (value, last_id)
         rows = _read(c, where & column.is_not(None), (column, rollouts.c.rollout_id), is_descending, place, limit + 1)
@@ -183,7 +184,7 @@ def count_steps(c: Connection, scope: Scope, num_bins: int) -> Counts:
     rewards = [row[1] for rows in by_step.values() for row in rows if row[1] is not None]
     edges = bin_edges(rewards, num_bins)
     steps = [_step(step, rows, edges) for step, rows in by_step.items()]
-    totals = np.sum([one.counts for one in steps], axis=0, dtype=np.int64).tolist() if len(edges) else []
+    totals: list[int] = np.sum([one.counts for one in steps], axis=0, dtype=np.int64).tolist() if len(edges) else []
     return Counts(steps, edges.tolist(), totals, _values(found))
 
 

@@ -209,7 +209,10 @@ def _first_superseded_step(c: Connection, run_id: str, model_id: str) -> int | N
     """Return the first step of a run that parts after this one log."""
     part = select(runs.c.created_at).where(runs.c.model_id == model_id).scalar_subquery()
     is_later = (runs.c.created_at > part) | ((runs.c.created_at == part) & (runs.c.model_id > model_id))
-    return c.execute(select(func.min(runs.c.first_step)).where(runs.c.run_id == run_id, is_later)).scalar_one()
+    found: int | None = c.execute(
+        select(func.min(runs.c.first_step)).where(runs.c.run_id == run_id, is_later)
+    ).scalar_one()
+    return found
 
 
 def _known_ids(c: Connection, run_id: str, steps: set[int]) -> dict[tuple[int, str, str, str, int], int]:

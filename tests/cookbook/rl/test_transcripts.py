@@ -91,7 +91,7 @@ async def test_played_episodes_are_timed():
         return action("fine")
 
     played = await do_single_rollout(complete, TalkEnv(RENDERER, 2), first_action=action("well"))
-    assert played.transitions[0].sampling_seconds is None and played.transitions[1].sampling_seconds >= 0
+    assert played.transitions[0].sampling_seconds is None and played.transitions[1].sampling_seconds is not None
     assert [turn.content for turn in turns_of(played, TOKENIZER) if turn.role == "assistant"] == ["well", "fine"]
     [rollout] = group_rollouts(TrajectoryGroup([played], [0.0], [{}]), "0", TOKENIZER, step=0)
     assert set(rollout.seconds) == {"sampling", "environment"}

@@ -272,7 +272,6 @@ class Run:
 
     def log_rollouts(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Have the server keep what the policy was trained on."""
-        config = self.config
         rollouts = [
             partial(
                 group_rollouts,
@@ -280,11 +279,16 @@ class Run:
                 str(index),
                 self.tokenizer,
                 step=step,
-                advantages=group_advantages(group.get_total_rewards(), config.baseline, config.normalise_advantages),
+                advantages=self._advantages(group),
             )
             for index, group in enumerate(groups)
         ]
         self.training.rollouts.log(step, rollouts)
+
+    def _advantages(self, group: TrajectoryGroup) -> list[float]:
+        rewards, config = group.get_total_rewards(), self.config
+        found: list[float] = group_advantages(rewards, config.baseline, config.normalise_advantages).tolist()
+        return found
 
     def report(self, step: int, groups: Sequence[TrajectoryGroup], metrics: dict[str, float], begun: float) -> None:
         """Log a step. Metrics of rollouts come first."""
