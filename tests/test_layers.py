@@ -304,6 +304,7 @@ CONCERNS = {
     "sessions": "client programs",
     "settings": "of a server",
     "stops": "what ends a sequence",
+    "system": "the machine and the processes of a server, over time",
     "telemetry": "of SDKs",
     "tokenizers": "files of a base model's tokenizer",
     "tools": "calls that a model makes",
