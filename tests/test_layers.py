@@ -316,6 +316,7 @@ CONCERNS = {
     "settings": "of a server",
     "snapshots": "what a run is restored from",
     "stops": "what ends a sequence",
+    "system": "the machine and the processes of a server, over time",
     "telemetry": "of SDKs",
     "tokenizers": "files of a base model's tokenizer",
     "tools": "calls that a model makes",

@@ -302,17 +302,18 @@ document.addEventListener("click", (event) => {
     event.altKey
   )
     return;
-  if (link.hasAttribute("download") || link.target || link.origin !== location.origin) return;
-  if (link.pathname !== "/" && !/^\/console(\/(?!static\/)|$)/.test(link.pathname)) return;
-  if (link.hash && link.pathname === location.pathname) {
+  const to = new URL(link.getAttribute("href"), location.href); // links of SVG have no parts of their own
+  if (link.hasAttribute("download") || link.hasAttribute("target") || to.origin !== location.origin) return;
+  if (to.pathname !== "/" && !/^\/console(\/(?!static\/)|$)/.test(to.pathname)) return;
+  if (to.hash && to.pathname === location.pathname) {
     event.preventDefault();
-    const target = document.getElementById(link.hash.slice(1));
+    const target = document.getElementById(to.hash.slice(1));
     target?.setAttribute("tabindex", "-1");
     target?.focus();
     return;
   }
   event.preventDefault();
-  navigate(link.pathname + link.search);
+  navigate(to.pathname + to.search);
 });
 
 let isGoing = false;

@@ -180,7 +180,7 @@ export class MetricChart {
         sync: { key: this.sync, scales: ["x", null] },
         y: false,
         points: { size: (plot, i) => (plot.series[i].isEdge ? 0 : 7) },
-        drag: { x: true, y: false, setScale: true },
+        drag: { x: true, y: false, setScale: true, click: () => {} }, // `listen` tells clicks from drags
       },
       scales: {
         x: { time: axis === "clock", range: (plot, low, high) => xRange(plot.data[0], low, high, axis) },
@@ -222,15 +222,14 @@ export class MetricChart {
     plot.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
     plot.over.addEventListener("click", (event) => {
       const isDrag = pressed !== null && Math.abs(event.clientX - pressed) >= MIN_DRAG_PIXELS;
-      if (!isDrag) this.choose(plot);
+      if (!isDrag) this.choose(plot, event.offsetX, event.offsetY);
     });
   }
 
   /** Tell which step of which run was clicked: of the line that is nearest to the pointer. */
-  choose(plot) {
-    const { idx, top } = plot.cursor;
-    if (!this.onStep || idx === null || idx === undefined) return;
-    const x = plot.data[0][idx];
+  choose(plot, left, top) {
+    if (!this.onStep || !plot.data[0].length) return;
+    const x = plot.data[0][plot.posToIdx(left)];
     const near = this.lines.flatMap(({ runId, columns: [xs, ys, steps] }) => {
       const i = indexAt(xs, x);
       if (i < 0 || !runId || !steps) return [];
