@@ -93,12 +93,13 @@ async def test_evaluators_run_together_under_different_names(sampler):
         await together(nll(data), nll(data))(sampler)
 
 
-def test_documented_example_runs(base_url, monkeypatch):
+def test_documented_examples_run(base_url, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "evaluation.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     monkeypatch.setenv("LORIMER_BASE_URL", base_url)
     names = {}
-    exec(block, names)
+    for block in blocks:
+        exec(block, names)
     with names["service"]:
         found = asyncio.run(names["measure"](names["sampler"]))
     assert found.keys() == {"test/accuracy", "test/pass@1", "test/pass@4"}

@@ -4,8 +4,8 @@ import { get, part } from "./api.js";
 import { h, short } from "./dom.js";
 
 const PER_REQUEST = 1000;
-const MOST = 10_000;
-const MOST_TAGS = 6;
+const MAX_RESULTS = 10_000;
+const MAX_TAGS = 6;
 
 /** Load the caller's evaluations, newest first; `query` selects those of a model, a task or a run. */
 export async function loadEvaluations(signal, query = {}) {
@@ -16,7 +16,7 @@ export async function loadEvaluations(signal, query = {}) {
     total = page.total_count;
     evaluations.push(...page.evaluations);
     if (!page.evaluations.length) break;
-  } while (evaluations.length < Math.min(total, MOST));
+  } while (evaluations.length < Math.min(total, MAX_RESULTS));
   return { evaluations, total };
 }
 
@@ -79,11 +79,11 @@ export function scoreTags(evaluations) {
       { class: "tag", title: `${one.metric}, 95 % interval ${intervalText(one)}; ${settingsText(one)}` },
       `${one.task}: ${valueText(one)}`,
     );
-  const rest = evaluations.length - MOST_TAGS;
+  const rest = evaluations.length - MAX_TAGS;
   return h(
     "div",
     { class: "score-tags" },
-    evaluations.slice(0, MOST_TAGS).map(tag),
+    evaluations.slice(0, MAX_TAGS).map(tag),
     rest > 0 && h("span", { class: "muted" }, `and ${rest} more`),
   );
 }
