@@ -68,6 +68,14 @@ def summarize(contender: Contender, directory: Path, rate: float) -> dict[str, A
     }
 
 
+def choose(name: str, found: dict[float, float]) -> float:
+    """Return the best learning rate of a search; tell if a better one may be beyond those that were tried."""
+    rate = min(found, key=lambda rate: found[rate])
+    if rate in (min(found), max(found)):
+        print(f"{name}: {rate:.3g} is at the edge of the rates that were tried; --max-rates allows more")
+    return rate
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the results, best first."""
     columns = (
@@ -193,7 +201,7 @@ def main(
             found, rate = dict[float, float](), contender.start_rate
             if max_rates > 1:
                 found = await search(lambda rate: measure(contender, rate), rate, max_rates)
-                rate = min(found, key=lambda rate: found[rate])
+                rate = choose(contender.name, found)
             result = await train(contender, rate, log_dir / contender.name, is_final=True)
             row = summarize(contender, log_dir / contender.name, rate)
             print(
