@@ -1,6 +1,7 @@
 """Programs outside talk to a server that is killed between their turns: what they have seen is recorded."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -21,11 +22,11 @@ NUM_TURNS = 4
 def say(client: openai.OpenAI, number: int) -> list[str]:
     """Ask once, every other time as a stream; the tokens of the answer as text."""
     messages = [{"role": "user", "content": f"Turn {number}"}]
-    fields = {"model": "any", "messages": messages, "max_tokens": 8, "logprobs": True}
+    fields: dict[str, Any] = {"model": "any", "messages": messages, "max_tokens": 8, "logprobs": True}
     if number % 2 == 0:
-        answer = client.chat.completions.create(**fields)
+        answer: Any = client.chat.completions.create(**fields)
         return [one.token for one in answer.choices[0].logprobs.content]
-    chunks = client.chat.completions.create(**fields, stream=True)
+    chunks: Any = client.chat.completions.create(**fields, stream=True)
     scored = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
     return [one.token for part in scored if part for one in part.content]
 
