@@ -61,16 +61,18 @@ def test_answered_turns_and_rewards_survive_kills_and_backups(tmp_path: Path, te
     assert [turn.logprobs for turn in found] == [turn.logprobs for turn in turns]
 
 
-def test_a_turn_that_was_cut_off_leaves_a_gap(tmp_path: Path) -> None:
+def test_a_request_that_was_cut_off_keeps_its_number(tmp_path: Path) -> None:
     with Supervisor(tmp_path / "data") as server:
         service = lorimer.ServiceClient(base_url=server.url)
         run_id = service.create_lora_training_client(MODEL, rank=4, seed=0).model_id
         rest = service.create_rest_client()
         rest.set_run_sampler(run_id, MODEL).result()
         url = f"{server.url}/v1/runs/{run_id}/episodes/e/chat/completions"
-        body = {"model": "any", "messages": [{"role": "user", "content": "Go on"}], "stream": True, "max_tokens": 1000}
+        body = {"model": "any", "messages": [{"role": "user", "content": "Go on"}], "stream": True}
         with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+            assert answer.status_code == 200
             assert next(answer.iter_lines())
         body |= {"stream": False, "max_tokens": 2}
         assert httpx2.post(url, json=body, timeout=60).status_code == 200
-        assert [turn.number for turn in rest.get_turns(run_id, "e").result()] == [2]
+        last = rest.get_turns(run_id, "e").result()[-1]
+        assert (last.number, len(last.tokens) <= 2) == (2, True)
