@@ -44,13 +44,14 @@ TAKING_INPUT = {name: route for name, route in ROUTES.items() if name != "DELETE
 async def test_nonsense_is_answered_in_shape(ada):
     unexpected = {}
     for name, route in TAKING_INPUT.items():
+        shape = SHAPE | {"error"} if route.path.startswith("/v1/") else SHAPE  # what OpenAI's clients read
         values = ("x", "a%00b", "%2e%2e", "x" * 3000) if "{" in route.path else ("",)
         for (label, body), media, value in product(BODIES.items(), MEDIA, values):
             path = re.sub(r"{\w+(:\w+)?}", value, route.path)
             headers = {**ada.headers, "content-type": media}
             response = await ada.http.request(route.method, path, content=body, headers=headers)
             is_refusal = response.status_code >= 400
-            if response.status_code >= 500 or (is_refusal and response.json().keys() != SHAPE):
+            if response.status_code >= 500 or (is_refusal and response.json().keys() != shape):
                 unexpected[name, label, media, value[:9]] = (response.status_code, response.text[:200])
     assert unexpected == {}
 
