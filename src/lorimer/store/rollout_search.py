@@ -184,7 +184,7 @@ def count_steps(c: Connection, scope: Scope, num_bins: int) -> Counts:
     rewards = [row[1] for rows in by_step.values() for row in rows if row[1] is not None]
     edges = bin_edges(rewards, num_bins)
     steps = [_step(step, rows, edges) for step, rows in by_step.items()]
-    totals: list[int] = np.sum([one.counts for one in steps], axis=0, dtype=np.int64).tolist() if len(edges) else []
+    totals = [sum(column) for column in zip(*(one.counts for one in steps), strict=True)]
     return Counts(steps, edges.tolist(), totals, _values(found))
 
 
