@@ -26,7 +26,7 @@ class Summing(Env):
             case [2]:
                 os._exit(7)
         self.total, self.left = self.total + sum(action), self.left - 1
-        num_known = sum(isinstance(one, Summing) for one in gc.get_objects())
+        num_known = sum(type(one) is Summing for one in gc.get_objects())
         metrics = {"total": self.total, "pid": os.getpid(), "num_known": num_known}
         observation = ModelInput.empty() if self.left == 0 else ModelInput.from_ints([self.total, 5])
         return StepResult(self.total / 2, self.left == 0, observation, ["\n"], metrics, {"seen": f"{self.total}"})
