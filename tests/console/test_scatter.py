@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import secrets
 
 import httpx2
 import pytest
@@ -9,6 +10,7 @@ from playwright.sync_api import expect
 
 from tests.console.conftest import SECONDS
 
+TAG = f"dots-{secrets.token_hex(4)}"
 RATES = [0.001, 0.01, 0.1, 1.0]
 
 
@@ -17,17 +19,17 @@ def runs(server, trainer) -> list[str]:
     found = []
     for number, rate in enumerate(RATES):
         config = {"rate": rate, "kind": f"k{number % 2}"}
-        client = trainer.run(server.url, run={"name": f"dot {rate}", "tags": ["dots"], "config": config})
+        client = trainer.run(server.url, run={"name": f"dot {rate}", "tags": [TAG], "config": config})
         points = [{"step": step, "values": {"score": number * number + step}} for step in range(2)]
         path = f"{server.url}/api/v1/training_runs/{client.model_id}/metrics"
         assert httpx2.post(path, json={"points": points}, timeout=SECONDS).status_code == 200
         found.append(client.model_id)
-    trainer.run(server.url, run={"name": "without a score", "tags": ["dots"]})
+    trainer.run(server.url, run={"name": "without a score", "tags": [TAG]})
     return found
 
 
 def test_points_stand_where_their_values_are(server, open_page, runs):
-    query = "q=tag=dots&plot_x=config.rate&plot_y=last.score&plot_colour=config.kind&plot_logx=1"
+    query = f"q=tag={TAG}&plot_x=config.rate&plot_y=last.score&plot_colour=config.kind&plot_logx=1"
     page = open_page(server.url, f"/console/runs?{query}")
     dots = page.locator(".scatter a")
     expect(dots).to_have_count(4)
@@ -55,7 +57,7 @@ def test_points_stand_where_their_values_are(server, open_page, runs):
 
 
 def test_the_fields_are_chosen_on_the_page_and_kept_in_the_address(server, open_page, runs):
-    page = open_page(server.url, "/console/runs?q=tag=dots")
+    page = open_page(server.url, f"/console/runs?q=tag={TAG}")
     page.get_by_role("button", name="Scatter").click()
     page.get_by_label("X", exact=True).select_option("config.kind")  # a text
     page.get_by_label("Y", exact=True).select_option("max.score")
