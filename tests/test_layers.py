@@ -283,6 +283,7 @@ CONCERNS = {
     "custom_loss": "losses that clients upload",
     "datums": "training examples made of something else",
     "demo": "the first three minutes",
+    "episodes": "what programs outside did with a sampler of a run",
     "errors": "exceptions, and how they are shown",
     "export": "checkpoints in other formats",
     "futures": "pending results",
