@@ -291,6 +291,7 @@ CONCERNS = {
     "custom_loss": "losses that clients upload",
     "datums": "training examples made of something else",
     "demo": "the first three minutes",
+    "episodes": "what programs outside did with a sampler of a run",
     "errors": "exceptions, and how they are shown",
     "evaluations": "grades of a model on the items of a task",
     "export": "checkpoints in other formats",
