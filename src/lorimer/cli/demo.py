@@ -34,7 +34,7 @@ def demo(
         str | None, typer.Option("--base-url", help="A server that runs; local is one in this process, without a port.")
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are kept; a new directory if not given.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of reinforcement learning; 40 or more show it.", min=1)] = 40,
+    steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.", min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     stay: Annotated[
         bool | None,

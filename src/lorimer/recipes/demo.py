@@ -38,7 +38,8 @@ from lorimer.types import ParsedCheckpointTinkerPath
 NUM_SHOWN = 6
 MAX_TOKENS = 8
 RANK = 16
-SUPERVISED_STEPS = 30
+SUPERVISED_STEPS = 60
+RL_STEPS = 20
 
 
 def main(
@@ -46,7 +47,7 @@ def main(
     base_url: Annotated[str | None, typer.Option(help="A server; without one it runs in this process.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are stored; a new directory by default.")] = None,
     supervised_steps: Annotated[int, typer.Option(help="Steps of supervised fine-tuning.", min=1)] = SUPERVISED_STEPS,
-    rl_steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.", min=1)] = 40,
+    rl_steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.", min=1)] = RL_STEPS,
     batch_size: Annotated[int, typer.Option(help="Sums per step.", min=1)] = 32,
     group_size: Annotated[int, typer.Option(help="Answers to each sum in reinforcement learning.", min=1)] = 8,
     num_questions: Annotated[int, typer.Option(help="Held-out sums to evaluate.", min=1)] = 200,
@@ -130,7 +131,7 @@ class Demo:
             log_dir=self.directory / "supervised",
             base_model=self.model,
             dataset=chat_dataset(sum_rows(self.sums), renderer, batch_size=2 * self.batch_size, seed=self.seed),
-            learning_rate=4e-3,
+            learning_rate=6e-3,
             rank=RANK,
             seed=self.seed,
             max_steps=steps,
