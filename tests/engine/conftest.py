@@ -14,6 +14,7 @@ ONLY_ON_A_CPU = {
     "test_model.py::test_models_that_cannot_be_packed_are_refused_with_the_reason[falcon": "it indexes by a list of "
     "numbers, which torch cannot pass on to a device that is written in Python",
     "test_sharding.py": "ranks are processes of their own, which stay on the CPU",
+    "test_vision.py": "the towers call torch.meshgrid, which fails on a device that is written in Python",
     "test_self_test.py::test_a_device_is_compared_with_the_cpu": "a device in bfloat16 differs from the CPU",
 }
 """The tests that other devices do not run, by the beginning of their ids, with the reason."""
