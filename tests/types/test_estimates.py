@@ -44,6 +44,7 @@ def test_wilson_intervals_are_those_of_newcombe_1998(num_right, num_items, low, 
     found = proportion(num_right, num_items)
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
     mirrored = proportion(num_items - num_right, num_items)
+    assert mirrored.low is not None and mirrored.high is not None
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((low, high), abs=5e-5)
 
 
@@ -53,6 +54,7 @@ def test_the_ends_of_a_wilson_interval_are_one_quantile_away(numbers):
     num_right, num_items = numbers
     found = proportion(num_right, num_items)
     for end in (found.low, found.high):
+        assert end is not None
         distance = 1.959963984540054**2 * end * (1 - end) / num_items
         if 0 < end < 1:
             assert (found.value - end) ** 2 == pytest.approx(distance, rel=1e-9)
@@ -102,7 +104,7 @@ def test_wilcoxon_counts_every_choice_of_signs(differences):
     """Whatever ties and zeros there are."""
     found = wilcoxon(np.array(differences, np.float64))
     sizes = [abs(each) for each in differences if each]
-    ranks = [Fraction(sum(o < s for o in sizes) * 2 + sum(o == s for o in sizes) + 1, 2) for s in sizes]
+    ranks: list[float] = [sum(o < s for o in sizes) + (sum(o == s for o in sizes) + 1) / 2 for s in sizes]
     observed = sum(rank for rank, each in zip(ranks, filter(None, differences), strict=True) if each > 0)
     middle = sum(ranks) / 2
     sums = [
