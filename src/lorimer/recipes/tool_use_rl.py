@@ -119,7 +119,7 @@ def show_form(renderer: Renderer, rng: random.Random) -> Iterable[Datum]:
 
 
 async def run(
-    service: ServiceClient, sft: supervised.Config, rl: training.Config, pool: EnvPool | None
+    service: ServiceClient, sft: supervised.Config, rl: training.Config, pool: EnvPool | None = None
 ) -> training.Result:
     shown = await supervised.train(sft, service)
     async with pool or contextlib.nullcontext():
