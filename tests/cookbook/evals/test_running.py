@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,9 @@ async def test_an_interrupted_evaluation_is_resumed(model, sums, tmp_path):
 
 
 async def test_choices_are_compared_by_their_likelihood(model, tmp_path):
-    rows = [{"question": row["question"], "choices": [row["answer"], "77", "I am 3 dogs"], "answer": 0} for row in ROWS]
+    rows: list[dict[str, Any]] = [
+        {"question": row["question"], "choices": [row["answer"], "77", "I am 3 dogs"], "answer": 0} for row in ROWS
+    ]
     path = tmp_path / "choices.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     task = multiple_choice_task(str(path))

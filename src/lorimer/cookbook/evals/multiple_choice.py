@@ -54,7 +54,7 @@ async def reply_logprob(model: Model, question: str, reply: str) -> float:
     messages: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     datum = conversation_to_datum(messages, model.renderer, reduction="sum")
     logprobs = await target_logprobs(model.sampling_client, datum)
-    weights = datum.loss_fn_inputs["weights"].to_numpy().tolist()
+    weights: list[float] = datum.loss_fn_inputs["weights"].to_numpy().tolist()
     return sum(logprob * weight for logprob, weight in zip(logprobs, weights, strict=True))
 
 
