@@ -37,7 +37,7 @@ def test_what_was_reported_and_measured_is_read_back(trainer, rest):
     measured = passed.result().metrics | (stepped.result().metrics or {})
     found = rest.get_metrics(trainer.model_id).result()
     assert values(found) == {
-        **{("engine", name): {1: value} for name, value in measured.items()},
+        **{("engine", name): {0: value} for name, value in measured.items()},
         ("client", "reward"): {1: 0.5},
         ("client", "length"): {1: 7.0},
         ("client", "bad"): {1: None},
@@ -100,7 +100,7 @@ def test_a_call_that_is_sent_in_parts_is_one_value(trainer, rest):
     output = trainer.forward_backward([DATUM] * number, "cross_entropy").result()
     assert output.metrics["tokens:sum"] == 3 * number
     found = values(rest.get_metrics(trainer.model_id).result())
-    assert {name: found["engine", name][1] for name in output.metrics} == pytest.approx(output.metrics)
+    assert {name: found["engine", name][0] for name in output.metrics} == pytest.approx(output.metrics)
 
 
 def test_refusals_name_what_is_wrong(trainer, rest):
