@@ -80,9 +80,12 @@ def documents(engine: Engine, text: Path, max_documents: int) -> list[messages.D
     for line in text.read_text("utf-8").splitlines()[:max_documents]:
         value = json.loads(line) if line.startswith("{") else {"text": line}
         joined = "\n".join(part for part in value.values() if isinstance(part, str))
-        tokens = np.array(engine.tokenizer.encode(joined))[:MAX_DOCUMENT_TOKENS]
+        tokens = engine.tokenizer.encode(joined)
+        first = engine.tokenizer.bos_token_id
+        if first is not None and tokens[:1] != [first]:
+            tokens = [first, *tokens]  # some models predict nothing without it
         if len(tokens) > 1:
-            found.append(datum_of(tokens))
+            found.append(datum_of(np.array(tokens[:MAX_DOCUMENT_TOKENS])))
     return found
 
 
