@@ -18,7 +18,7 @@ MIN_BUDGET, MAX_BUDGET = 256, 2048
 MAX_DEVICE_BUDGET = 8192
 """Of devices other than a CPU, whose products must be larger to fill them."""
 MAX_FULL_BUDGET = 512
-"""Of a full run on a CPU, which shares its passes with nobody: as fast, and less memory beside its large state."""
+"""Of a full run on a CPU: no slower within the noise of docs/benchmarks.md, and less memory beside its large state."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 _NUM_BACKWARD_TENSORS = 4
