@@ -92,7 +92,7 @@ def test_metrics(alice, trained):
     lines = {line.split()[0]: line.split()[1:] for line in alice("run", "metrics", trained.run_id).splitlines()}
     assert lines["reward"] == ["client", "2", "1", "0.5", "0.25", "0.25", "0.5"]
     assert lines["bad"] == ["client", "2", "1"]
-    assert lines["loss:sum"][:3] == ["engine", "1", "1"]
+    assert lines["loss:sum"][:3] == ["engine", "1", "0"]
     found = alice.json("run", "metrics", trained.training, "--name", "re*")
     (series,) = found["series"]
     assert (series["name"], [value for _, _, value in series["points"]]) == ("reward", [0.5, 0.25])
