@@ -6,7 +6,8 @@
 and asks again. Its requests go to an address of the run, where every answer is recorded as sampled; the reward that it
 returns trains the model. The task and the short supervised stage before are those of `tool_use_rl`.
 
-It prints the share of right answers to held-out products before and after RL.
+With lorimer/tiny it takes 350 s of CPU time on 2 busy virtual cores without bfloat16; of 100 held-out products, sampled
+at temperature 1, 59 % are correct after the supervised stage and 68 % after RL.
 """
 
 import asyncio
@@ -96,12 +97,12 @@ def main(
     agent_name: Annotated[
         str, typer.Option("--agent", help="another agent, as module:function; it gets an AgentCall")
     ] = "lorimer.recipes.agent_rl:agent",
-    sft_steps: Annotated[int, typer.Option(help="steps that show the form")] = 60,
-    steps: Annotated[int, typer.Option(help="steps of reinforcement learning", min=1)] = 15,
-    batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 12,
+    sft_steps: Annotated[int, typer.Option(help="steps that show the form")] = 90,
+    steps: Annotated[int, typer.Option(help="steps of reinforcement learning", min=1)] = 24,
+    batch_size: Annotated[int, typer.Option(help="questions in a step", min=1)] = 16,
     group_size: Annotated[int, typer.Option(help="episodes of each question", min=1)] = 8,
     num_questions: Annotated[int, typer.Option(help="held-out products to evaluate", min=1, max=100)] = 100,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 2e-3,
     seed: int = 0,
 ) -> None:
     if importlib.util.find_spec("openai") is None:
