@@ -128,6 +128,7 @@ def test_one_rollout_its_group_and_another_step(viewer):
     for text in ("Question 1?", "let me see", "two", "so it is 2-1-3", "correct 0.25", "graded", "sampling 1.5 s"):
         expect(detail).to_contain_text(text)
     page.get_by_label("Shading").select_option("logprob")
+    expect(detail.locator(".tokens .token")).to_have_count(4)
     shades = [one.get_attribute("class") for one in detail.locator(".tokens .token").all()]
     assert shades == ["token p0", "token p2", "token p3", "token p5"]
     page.get_by_label("Shading").select_option("advantage")

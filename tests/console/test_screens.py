@@ -42,6 +42,7 @@ def test_a_phone_never_scrolls_sideways(server, open_page, run):
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0, path
         assert page.locator("#nav").is_visible()
+    page.locator(".chart[data-metric='loss:sum']").scroll_into_view_if_needed()  # a chart is drawn when it is seen
     expect(page.locator(".chart[data-metric='loss:sum'] canvas")).to_be_visible()
     more = page.get_by_role("button", name="More")
     more.tap()

@@ -62,6 +62,7 @@ CASES = {
     "rl_basic": Case((2, 11), {"steps": 14}),
     "arithmetic_rl": Case((2, 21), {"steps": 28, "num_questions": 4, **RL}),
     "tool_use_rl": Case((2, 15), {"sft_steps": 4, "steps": 16, **RL}),
+    "agent_rl": Case((2, 15), {"sft_steps": 4, "steps": 16, "num_questions": 4, **RL}),
     "self_play": Case((2, 27), {"sft_steps": 16, "steps": 16, "games": 4}),
     "rl_gsm8k": Case(
         (1, 23), {"sft_steps": 2, "steps": 28, "num_held_out": 4, "max_tokens": 24, **RL}, True, "model.txt"
@@ -102,12 +103,12 @@ def options_of(recipe: str, log_dir: Path) -> dict[str, object]:
 
 
 def records(log_dir: Path) -> dict[str, Any]:
-    """What a run left: by file, the lines of its metrics, transcripts and answers, without times and paths."""
+    """What a run left: by file, the lines of its metrics, transcripts and answers, without times, paths and ids."""
     found: dict[str, Any] = {}
     for path in sorted(log_dir.rglob("*.jsonl")):
         if path.name != "checkpoints.jsonl":
             found[str(path.relative_to(log_dir))] = [
-                {key: value for key, value in line.items() if "time" not in key and "second" not in key}
+                {key: value for key, value in line.items() if not re.search("time|second|episode_id", key)}
                 for line in read_jsonl(path)
             ]
     for path in log_dir.glob("*.json"):
