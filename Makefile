@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, in three minutes; FLAGS="--model ..." adds flags
+demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, in a minute; FLAGS="--model ..." adds flags
 	$(BIN)/python -m lorimer.cli demo $(FLAGS)
 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags

@@ -41,7 +41,7 @@ def demo(
         typer.Option("--stay/--no-stay", help="Keep the console until Ctrl-C; so by default on a terminal."),
     ] = None,
 ) -> None:
-    """Watch a model learn to add: supervised, then by reinforcement learning, in less than three minutes.
+    """Watch a model learn to add: supervised, then by reinforcement learning, in about a minute.
 
     It uses the server that runs on your data directory, if there is one with the model. Else it starts one of its own
     on a free port of this machine: its address is printed, and its console shows the curves as they grow. Kill that

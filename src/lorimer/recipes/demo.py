@@ -3,8 +3,8 @@
     python -m lorimer.recipes.demo
 
 Starts a server in this process, trains, and asks the same held-out questions before and after each stage. On
-lorimer/tiny and two CPU cores it takes a minute and a half; of 200 sums, each answered once at temperature 1, 18 % were
-correct before, 41 % after supervised fine-tuning and 52 % after RL. The log directory has a page with the curves from
+lorimer/tiny and two CPU cores it takes a minute; of 200 sums, each answered once at temperature 1, 18 % were
+correct before, 70 % after supervised fine-tuning and 76 % after RL. The log directory has a page with the curves from
 the first step on.
 """
 
