@@ -41,7 +41,7 @@ test-console: $(INSTALLED) ## Run the tests of the console in a browser
 test-slow: $(INSTALLED) ## Run the other slow tests, and those that download something
 	$(BIN)/python -m pytest -m "slow and not gpu and not service and not console"
 
-test-all: check test-console test test-service ## Run what CI runs, in less than 40 minutes on two cores
+test-all: check test-console test test-service ## Run what CI runs, in about 40 minutes on two cores
 
 coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach outside of engine/, servers' processes included
 	rm -rf build/coverage
