@@ -4,8 +4,9 @@
 
 Starts a server in this process, trains, and asks the same held-out questions before and after each stage. On
 lorimer/tiny and two CPU cores it takes a minute; of 200 sums, each answered once at temperature 1, 18 % were
-correct before, 70 % after supervised fine-tuning and 76 % after RL. The log directory has a page with the curves from
-the first step on.
+correct before, 70 % after supervised fine-tuning and 76 % after RL. That is one seed, and the best of nine settings
+that were compared on these sums; with 70 steps of supervision three seeds gained 1.5, 0.5 and -1 points by RL.
+The log directory has a page with the curves from the first step on.
 """
 
 import asyncio

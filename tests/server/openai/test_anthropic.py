@@ -75,7 +75,7 @@ def test_tools_are_called_and_answered(claude):
     result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "5"}]}
     conversation = [*QUESTION, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
     answer = claude.messages.create(**{**fields, "max_tokens": 5}, messages=conversation)
-    assert (answer.stop_reason, answer.usage.output_tokens == 5) in {("max_tokens", True), ("end_turn", False)}
+    assert answer.usage.output_tokens == 5 or (answer.stop_reason == "end_turn" and answer.usage.output_tokens < 5)
     with claude.messages.stream(**fields, messages=QUESTION, tool_choice={"type": "any"}) as stream:
         final = stream.get_final_message()
     # A call that max_tokens cuts off is text.
