@@ -227,10 +227,11 @@ def test_replicas_of_full_runs_are_owned_only_while_they_have_work(installation,
 def test_a_worker_shows_its_metrics(installation):
     wait_for_owners(installation)
     ready = f'lorimer_engine_state{{model="{MODEL}",state="ready"}} 1.0'
-    for port in installation.metrics_ports:
+    owners = [worker_of(installation, f"{MODEL}#{number}") for number in range(2)]
+    for worker, port in zip(installation.workers, installation.metrics_ports, strict=True):
         found = httpx2.get(f"http://127.0.0.1:{port}/metrics").raise_for_status()
         assert ready in found.text and "process_resident_memory_bytes" in found.text
-        assert f'lorimer_engine_resident_bytes{{model="{MODEL}"}}' in found.text
+        assert (f'lorimer_engine_resident_bytes{{model="{MODEL}"}}' in found.text) == (worker in owners)
         assert httpx2.get(f"http://127.0.0.1:{port}/api/v1/healthz").json() == {"status": "ok"}
         assert [httpx2.request(method, f"http://127.0.0.1:{port}/x").status_code for method in ("GET", "POST")] == [
             404,

@@ -63,6 +63,8 @@ async def test_replicas_share_runs_and_a_death_delays_only_its_own(tmp_path):
         for run in (left, right):
             await opened.done(await opened.train(user, run, 1))
         victim, other = opened.scheduler.owner.drivers[LEFT], opened.scheduler.owner.drivers[RIGHT]
+        (model,) = opened.scheduler.stats().models
+        assert set(model.pids) == {victim.slot.pid, other.slot.pid}
         os.kill(victim.slot.pid, signal.SIGSTOP)  # it computes nothing until it is killed
         stuck = await opened.step(user, left, 2)
         await opened.done(await opened.step(user, right, 2))

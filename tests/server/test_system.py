@@ -38,7 +38,7 @@ def store(tmp_path):
 
 def replica(name, **values):
     known = {field.name: 0 for field in fields(ServedModel)} | {"name": name, "replica": f"{name}#0", "state": "ready"}
-    return ServedModel(**known | {"stage": "", "error": "", "info": None, "pid": None} | values)
+    return ServedModel(**known | {"stage": "", "error": "", "info": None, "pids": ()} | values)
 
 
 async def test_samples_are_those_of_the_machine(store, tmp_path):
@@ -48,7 +48,7 @@ async def test_samples_are_those_of_the_machine(store, tmp_path):
         store,
         "here",
         tmp_path,
-        lambda: [replica("m", pid=os.getpid(), tokens_trained=state["trained"])],
+        lambda: [replica("m", pids=(os.getpid(),), tokens_trained=state["trained"])],
         lambda: {"sample": 4, "forward_backward": 1},
     )
     began = time.monotonic()
@@ -78,7 +78,9 @@ async def test_an_engine_that_is_gone_or_counts_again_has_no_points(store, tmp_p
     ended = subprocess.Popen(["true"])
     ended.wait()
     totals = iter([50, 20, 30])
-    sampler = Sampler(store, "x", tmp_path, lambda: [replica("m", pid=ended.pid, tokens_sampled=next(totals))], dict)
+    sampler = Sampler(
+        store, "x", tmp_path, lambda: [replica("m", pids=(ended.pid,), tokens_sampled=next(totals))], dict
+    )
     for _ in range(2):
         await sampler.sample()
     names = {name for _, name in store.read_now(system.read, "hour", int(time.time()))}

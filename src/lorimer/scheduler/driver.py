@@ -197,7 +197,7 @@ class Driver:
             tokens_sampled=core.sampling.sampled.total,
             training_rate=core.trained.per_second(now),
             sampling_rate=core.sampling.sampled.per_second(now),
-            pid=slot.pid,
+            pids=() if slot.pid is None else (slot.pid,),
         )
 
     async def drain(self) -> None:

@@ -84,7 +84,7 @@ class RemoteReplica:
         row = self.row
         load = row.load if self.is_owned else {}  # what its last owner said is over
         fields = {name: load.get(name, 0) for name in ServedModel.__dataclass_fields__}
-        fields |= {"name": self.name, "replica": self.place, "pid": None}
+        fields |= {"name": self.name, "replica": self.place, "pids": ()}
         fields |= {"stage": load.get("stage", ""), "error": load.get("error", "")}
         info = None if row.info is None else msgspec.convert(row.info, ModelInfo)
         state = row.state if row.state in ("idle", "starting", "ready", "failed") else "idle"

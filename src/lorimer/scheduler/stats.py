@@ -80,8 +80,8 @@ class ServedModel:
     training_rate: float
     """Tokens per second over the last minute."""
     sampling_rate: float
-    pid: int | None
-    """The process id of the engine."""
+    pids: tuple[int, ...]
+    """The process ids of its engines in this machine."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def combine(replicas: Sequence[ServedModel], is_engine: Callable[[ServedModel], 
     if len(replicas) == 1:
         return best
     sums = {name: sum(getattr(replica, name) for replica in replicas) for name in SUMMED}
-    return replace(best, replica="", pid=None, **sums)
+    pids = tuple(pid for replica in replicas for pid in replica.pids)
+    return replace(best, replica="", pids=pids, **sums)
 
 
 def queue_state(name: str, slot: "EngineSlot", core: "Core", operation: "Operation") -> "tuple[QueueState, str]":

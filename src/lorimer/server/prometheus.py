@@ -2,15 +2,14 @@
 
 from collections import Counter as Totals
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 
-import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lorimer.scheduler.stats import QueuedRequests, SchedulerStats, ServedModel
+from lorimer.server.system import resident_bytes
 from lorimer.store.users import User
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -81,11 +80,12 @@ class _Scheduler(Collector):
             yield gauge
 
     def _memory(self, served: Sequence[ServedModel]) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily("lorimer_engine_resident_bytes", "Memory of an engine's process.", labels=["model"])
+        gauge = GaugeMetricFamily(
+            "lorimer_engine_resident_bytes", "Memory of a model's engines.", labels=["model"]
+        )
         for model in served:
-            with suppress(psutil.NoSuchProcess):
-                if model.pid is not None:
-                    gauge.add_metric([model.name], float(psutil.Process(model.pid).memory_info().rss))
+            if (total := resident_bytes(model.pids)) is not None:
+                gauge.add_metric([model.name], float(total))
         yield gauge
 
     def _engines(self, served: Sequence[ServedModel]) -> Iterator[Metric]:

@@ -22,6 +22,15 @@ QUEUED = ("forward_backward", "optim_step", "sample")
 """Kinds of requests that are counted even before there was one."""
 
 
+def resident_bytes(pids: Sequence[int]) -> int | None:
+    """Return the resident memory of processes, or None if none of them exists."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            found.append(psutil.Process(pid).memory_info().rss)
+    return sum(found) if found else None
+
+
 class Sampler:
     def __init__(
         self,
@@ -53,7 +62,7 @@ class Sampler:
         values = self._lengths()
         for replica in replicas:
             values |= self._rates(replica, time.monotonic())
-        values |= await asyncio.to_thread(self._measure, {one.replica: one.pid for one in replicas if one.pid})
+        values |= await asyncio.to_thread(self._measure, {one.replica: pid for one in replicas for pid in one.pids})
         await self._store.write(system.add, self.source, int(now), values)
 
     def _lengths(self) -> dict[str, float]:

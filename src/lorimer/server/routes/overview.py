@@ -19,6 +19,7 @@ from lorimer.scheduler.stats import QueuedRequests, ServedModel
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.replies import reply
+from lorimer.server.system import resident_bytes
 from lorimer.store import futures, runs
 from lorimer.store.futures import FutureRow
 from lorimer.store.users import User
@@ -81,7 +82,7 @@ def model_overview(model: ServedModel, num_runs: int, machine: dict[str, int]) -
         num_running_samples=model.num_running_samples,
         tokens_per_second=TokensPerSecond(training=model.training_rate, sampling=model.sampling_rate),
         memory=ModelMemory(
-            engine_bytes=resident_bytes(model.pid),
+            engine_bytes=resident_bytes(model.pids),
             machine_bytes=machine.get("MemTotal"),
             available_bytes=machine.get("MemAvailable"),
         ),
@@ -128,12 +129,6 @@ def recent_error(row: FutureRow) -> RecentError:
         category=row.category or "user",
         error=(row.error or "")[:MAX_ERROR_CHARS],
     )
-
-
-def resident_bytes(pid: int | None) -> int | None:
-    """Return the resident memory of a process, or none on systems without ``/proc``."""
-    found = _sizes(Path(f"/proc/{pid}/status")) if pid is not None else {}
-    return found.get("VmRSS")
 
 
 def machine_memory() -> dict[str, int]:

@@ -12,8 +12,8 @@ from lorimer.scheduler.stats import ReplicaStatus
 from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.roles import node_name
-from lorimer.server.routes.overview import resident_bytes
 from lorimer.server.routes.replies import reply
+from lorimer.server.system import resident_bytes
 from lorimer.store import moves
 from lorimer.types.overview import TokensPerSecond
 from lorimer.types.replicas import ReplicaEntry, ReplicasResponse, RunMove
@@ -56,7 +56,7 @@ def replica_entry(replica: ReplicaStatus, own_node: str) -> ReplicaEntry:
         num_running_samples=model.num_running_samples,
         num_open_operations=model.num_open_operations,
         tokens_per_second=TokensPerSecond(training=model.training_rate, sampling=model.sampling_rate),
-        engine_bytes=resident_bytes(model.pid),
+        engine_bytes=resident_bytes(model.pids),
         num_deaths=model.num_deaths,
     )
 
