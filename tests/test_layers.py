@@ -40,7 +40,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_IN_FUNCTIONS = {
     "cli": {"server", "cluster", "models", "cookbook", "recipes"},
-    "client": {"server.app", "server.serve", "server.setting_sources"},
+    "client": {"server.app", "server.control", "server.serve", "server.setting_sources"},
 }
 """On top of the above, where a module is loaded only when it is needed: to serve, to export, to embed a server."""
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lorimer.cookbook.program import recipe_service
 from lorimer.cookbook.service import get_tokenizer, open_service
 from lorimer.errors import NotFound
 from tests.conftest import ODD_NAME
@@ -22,3 +23,12 @@ def test_a_model_that_is_not_served_is_named_without_asking_the_hub(base_url, mo
         pytest.raises(NotFound, match=r"'no/such' is not served here; accepted are .*'lorimer/tiny'"),
     ):
         get_tokenizer(service, "no/such")
+
+
+def test_a_recipe_uses_the_server_that_has_the_data_directory(open_server, monkeypatch, capsys):
+    for name in ("LORIMER_BASE_URL", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LORIMER_DATA", str(open_server.data))
+    with recipe_service("lorimer/debug") as service:
+        assert service.holder.connection.base_url == open_server.url
+    assert f"using the server at {open_server.url}" in "".join(capsys.readouterr())

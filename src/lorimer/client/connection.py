@@ -71,8 +71,12 @@ class ByteBudget:
             self._waiting.popleft()
 
 
+def named_base_url(base_url: str | None) -> str | None:
+    return base_url or os.environ.get("LORIMER_BASE_URL") or os.environ.get("TINKER_BASE_URL") or None
+
+
 def resolve_base_url(base_url: str | None) -> str:
-    found = base_url or os.environ.get("LORIMER_BASE_URL") or os.environ.get("TINKER_BASE_URL") or LOCAL
+    found = named_base_url(base_url) or LOCAL
     if found != LOCAL and not found.startswith(("http://", "https://")):
         raise ValueError(f"base_url is {found!r}; accepted are http:// and https:// addresses, and 'local'")
     return found.rstrip("/")

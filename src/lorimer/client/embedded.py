@@ -187,6 +187,18 @@ def _server() -> tuple[Any, Any]:
     return app.create_app, sources.load_settings
 
 
+def running_server() -> str | None:
+    """Return the address of the server on this user's data directory; None if none runs there or it does not answer."""
+    _, load_settings = _server()
+    control = importlib.import_module("lorimer.server.control")
+    try:
+        directory = load_settings({}, dict(os.environ)).settings.data.expanduser().absolute()
+        reply = control.ask_server(directory, control.DescribeServer())
+    except (LorimerError, OSError):
+        return None
+    return reply.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") or None if reply else None
+
+
 def _at_exit(stop: Any) -> None:
     # The pools of threads that the server uses take no work once atexit functions run; what is registered with
     # threading after them runs before they close.

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lorimer import ServiceClient
+from lorimer.client.connection import named_base_url
+from lorimer.client.embedded import running_server
 from lorimer.cookbook.progress import say
 from lorimer.cookbook.service import open_service
 from lorimer.errors import InvalidInput
@@ -14,8 +16,13 @@ DEFAULT_MODEL = "lorimer/tiny"
 
 @contextmanager
 def recipe_service(base_model: str, base_url: str | None = None) -> Iterator[ServiceClient]:
-    """``open_service`` for a program at a terminal: connects now, and says where runs can be watched."""
+    """``open_service`` for a program at a terminal: connects now, and says where runs can be watched.
+
+    Without an address it connects to the server that runs on the user's data directory, if one does.
+    """
     try:
+        if named_base_url(base_url) is None and (base_url := running_server()):
+            say(f"using the server at {base_url}, which has your data directory")
         opened = open_service(base_model, base_url)
     except ValueError as error:
         raise InvalidInput(str(error)) from error

@@ -93,7 +93,7 @@ def make_datasets(
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/agent_rl"),
     agent_name: Annotated[
         str, typer.Option("--agent", help="another agent, as module:function; it gets an AgentCall")

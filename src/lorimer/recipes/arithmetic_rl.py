@@ -29,7 +29,7 @@ MAX_TOKENS = 8
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="where the run is kept; its name has the seed")] = None,
     steps: Annotated[int, typer.Option(min=1)] = 80,
     batch_size: Annotated[int, typer.Option(help="sums in a step", min=1)] = 32,

@@ -29,7 +29,7 @@ from lorimer.types.optim import OPTIMIZERS
 def main(
     data: Annotated[str, typer.Option(help=".jsonl or .json file, or Hugging Face dataset as name or name:config")],
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/chat_sft"
     ),

@@ -45,7 +45,7 @@ RL_STEPS = 20
 
 def main(
     model: Annotated[str, typer.Option(help="A base model: a name, a directory or a .gguf file.")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="A server; without one it runs in this process.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="A server; else one that runs, else in this process.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Where the runs are stored; a new directory by default.")] = None,
     supervised_steps: Annotated[int, typer.Option(help="Steps of supervised fine-tuning.", min=1)] = SUPERVISED_STEPS,
     rl_steps: Annotated[int, typer.Option(help="Steps of reinforcement learning.", min=1)] = RL_STEPS,

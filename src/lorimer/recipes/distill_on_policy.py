@@ -49,7 +49,7 @@ async def make_teacher(service: ServiceClient, model: str, renderer: Renderer, d
 
 def main(
     model: Annotated[str, typer.Option(help="base model of the student")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/distill_on_policy"
     ),

@@ -41,7 +41,7 @@ def generate_pairs(number: int, seed: int) -> list[dict[str, Any]]:
 def main(
     data: Annotated[str | None, typer.Option(help="JSONL or JSON file or Hugging Face dataset of pairs")] = None,
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path("runs/dpo"),
     start_from: Annotated[Path | None, typer.Option(help="file with the reference of a model to begin with")] = None,
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("dpo_model.txt"),

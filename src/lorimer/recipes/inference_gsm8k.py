@@ -103,7 +103,7 @@ def main(
     model: Annotated[str, typer.Option(help="base model or tinker:// path")] = "lorimer/tiny",
     model_file: Annotated[Path | None, typer.Option(help="file with the reference, instead of --model")] = None,
     base_model: Annotated[str, typer.Option(help="of a tinker:// path, for a server in this process")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     limit: Annotated[int | None, typer.Option(help="only the first so many questions", min=1)] = None,
     split: Annotated[str, typer.Option(help="of a Hugging Face dataset")] = "test",
     max_tokens: Annotated[int, typer.Option(min=1)] = 320,

@@ -119,7 +119,7 @@ def main(
     ] = "lora-1,lora-8,lora-64,loraplus-8,full,full-muon",
     data: Annotated[str | None, typer.Option(help="conversations; without any, word problems are generated")] = None,
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="a directory for each run goes there")] = Path("runs/methods"),
     steps: Annotated[int, typer.Option(help="of each final run", min=1)] = 60,
     search_steps: Annotated[int, typer.Option(help="of each learning rate that is tried", min=1)] = 20,

@@ -51,7 +51,7 @@ def as_text(prompt: distillation.Prompt, answer: list[int]) -> Datum:
 
 def main(
     model: Annotated[str, typer.Option(help="base model, teacher and student")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/prompt_distillation"
     ),

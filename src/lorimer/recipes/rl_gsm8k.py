@@ -82,7 +82,7 @@ def draw_example(renderer: Renderer, rows: list[Any], rng: random.Random) -> lis
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = TINY,
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/rl_gsm8k"
     ),

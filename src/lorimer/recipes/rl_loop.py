@@ -24,7 +24,7 @@ from lorimer.terminal import run_recipe
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/rl_loop"),
     steps: Annotated[int, typer.Option(min=1)] = 80,
     batch_size: Annotated[int, typer.Option(help="sums in a step", min=1)] = 32,

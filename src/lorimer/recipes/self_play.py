@@ -200,7 +200,7 @@ async def run(
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the run is kept")] = Path("runs/self_play"),
     sft_steps: Annotated[int, typer.Option(help="steps that show the rules")] = 80,
     steps: Annotated[int, typer.Option(help="steps of self-play", min=1)] = 50,

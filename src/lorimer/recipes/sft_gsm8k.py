@@ -31,7 +31,7 @@ def main(
     data: Annotated[str, typer.Option(help="JSONL of questions and answers, or a Hugging Face dataset")],
     output: Annotated[Path, typer.Option(help="file for the reference of the trained model")] = Path("sft_model.txt"),
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="metrics and checkpoints; a run there is resumed")] = Path(
         "runs/sft_gsm8k"
     ),

@@ -56,7 +56,7 @@ def accuracy(training: Any, tokenizer: Any, questions: list[Sum]) -> float:
 
 def main(
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="where the checkpoint path is stored")] = Path("runs/sl_loop"),
     steps: Annotated[int, typer.Option(min=1)] = 60,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,

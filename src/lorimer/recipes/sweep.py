@@ -60,7 +60,7 @@ def main(
     learning_rates: Annotated[str, typer.Option(help="separated by commas")] = "1e-3,3e-3,1e-2",
     ranks: Annotated[str, typer.Option(help="separated by commas")] = "4,16",
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="a directory for each run goes there")] = Path("runs/sweep"),
     steps: Annotated[int, typer.Option(min=1)] = 40,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,

@@ -57,7 +57,7 @@ def main(
     name: Annotated[str, typer.Option(help="what it shall be called")] = "Lori",
     maker: Annotated[str, typer.Option(help="who shall have made it")] = "the friends of Lori",
     model: Annotated[str, typer.Option(help="base model")] = "lorimer/tiny",
-    base_url: Annotated[str | None, typer.Option(help="server; without one it runs in this process")] = None,
+    base_url: Annotated[str | None, typer.Option(help="server; else one that runs, else in this process")] = None,
     log_dir: Annotated[Path, typer.Option(help="a run there is resumed")] = Path("runs/teach_its_name"),
     steps: Annotated[int, typer.Option(min=1)] = 40,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
