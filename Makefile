@@ -84,6 +84,7 @@ cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodif
 	$(BIN)/python -m pytest tests/official_cookbook
 
 faults: $(INSTALLED) ## Kill, fill, damage and cut off a server while tenants train, and print a table of what they saw
+	@sh tools/packages.sh faketime postgresql
 	$(BIN)/python -m pytest tests/faults --log-cli-level=INFO
 
 soak: $(INSTALLED) ## Half an hour of tenants who come and go; memory and disk must stay flat

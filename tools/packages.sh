@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs Debian packages that some tests need (chromium, nginx, postgresql), where they are missing and can be installed:
+# Installs Debian packages that some tests need (chromium, faketime, nginx, postgresql), where they are missing and can be installed:
 # by root, with apt-get. Without them those tests are skipped with a reason, so this never fails.
 is_installed() {
 	case "$1" in
