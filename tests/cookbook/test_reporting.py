@@ -3,6 +3,7 @@
 import logging
 import math
 import socket
+import threading
 import time
 
 import pytest
@@ -100,6 +101,28 @@ def test_a_server_that_is_away_neither_stops_nor_fails_a_loop(client, log_dir, w
     log.close()
     assert time.monotonic() - began < 3.0
     assert len(warnings()) == 1 and "metrics are not reported to the server" in warnings()[0]
+
+
+def test_a_server_that_comes_back_gets_what_it_missed(client, log_dir, reported, monkeypatch):
+    """The first requests find nobody; what is logged meanwhile arrives with them, in order."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        gone = Reports(Connection(f"http://127.0.0.1:{free.getsockname()[1]}"), client.model_id)
+    monkeypatch.setattr(reporting, "PATIENCE_SECONDS", 0.2)
+    there, client.reports = client.reports, gone
+    with open_log(log_dir, config={}, sinks=["server"]) as log:
+        log.follow(client)
+        failed = threading.Event()
+        monkeypatch.setattr(reporting.ServerSink, "_warn", lambda self, reason: failed.set())
+        log.log({"loss": 0.0}, 0)
+        assert failed.wait(30)
+        for step in range(1, 5):
+            log.log({"loss": float(step)}, step)
+        client.reports = there
+        deadline = time.monotonic() + 30
+        while len(reported(client.model_id).get("loss", ())) < 5 and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert reported(client.model_id)["loss"] == {step: float(step) for step in range(5)}
 
 
 def test_a_run_that_is_not_there_is_given_up_after_one_warning(client, log_dir, warnings):

@@ -1,7 +1,8 @@
 """The sink ``server``: metrics of a loop on the server that trains its run, where the console shows them.
 
 Training neither waits for it nor fails with it: points gather while a request is under way, the oldest go when there
-are too many, and what cannot be reported is spoken of once.
+are too many, and what cannot be reported is spoken of once. Metrics that a server did not take because it was
+away follow when it is back.
 """
 
 import asyncio
@@ -44,6 +45,8 @@ class Reporter(ABC, Generic[Item]):
     """That it reports, for its warning."""
     fallback = ""
     """Said after the reason of the warning."""
+    is_sent_again = False
+    """Whether what a server did not take because it was away waits until it is back: it may then arrive twice."""
 
     def __init__(self, max_waiting: int) -> None:
         self._client: TrainingClient | None = None
@@ -80,6 +83,8 @@ class Reporter(ABC, Generic[Item]):
                 if not is_transient(error):
                     self._client = None
                     self._waiting.clear()
+                elif self.is_sent_again and not self._is_closing:
+                    self._put_back(items)
             for _ in range(10):
                 if not self._is_closing:
                     await asyncio.sleep(PAUSE_SECONDS / 10)
@@ -92,6 +97,12 @@ class Reporter(ABC, Generic[Item]):
                 items.append(self._waiting.popleft())
             self._is_sending = bool(items)
         return items
+
+    def _put_back(self, items: list[Item]) -> None:
+        """Send them before those that wait now; of too many, the oldest are dropped."""
+        with self._lock:
+            room = (self._waiting.maxlen or 0) - len(self._waiting)
+            self._waiting.extendleft(reversed(items[-room:] if room else []))
 
     def _is_enough(self, items: list[Item]) -> bool:
         """Whether these are one request."""
@@ -116,6 +127,7 @@ class ServerSink(Reporter[MetricPoint]):
 
     what = "metrics"
     fallback = "; the other logs have them"
+    is_sent_again = True
 
     def __init__(self, total_steps: int | None = None) -> None:
         super().__init__(MAX_POINTS)
