@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -28,6 +29,7 @@ class Target(StrEnum):
     peft = "peft"
     merged = "merged"
     gguf = "gguf"
+    ollama = "ollama"
 
 
 class Dtype(StrEnum):
@@ -42,6 +44,7 @@ EPILOG = examples(
     "lorimer export tinker://3f9c…:train:0/sampler_weights/final --to merged -o my-model",
     "lorimer export tinker://3f9c…:train:0/weights/step-100 --to peft",
     "lorimer export ./adapter --to gguf --base Qwen/Qwen3-0.6B --dtype q8_0 -o my-model.gguf",
+    "lorimer export tinker://3f9c…:train:0/sampler_weights/final --to ollama -o my-model",
 )
 
 
@@ -52,7 +55,7 @@ def export(
     ],
     to: Annotated[
         Target,
-        typer.Option("--to", help="PEFT directory, Hugging Face directory with merged weights, or file for llama.cpp."),
+        typer.Option("--to", help="PEFT directory, Hugging Face directory, file for llama.cpp, or Ollama."),
     ],
     destination: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="What is written; a .gguf file for gguf.")
@@ -66,13 +69,13 @@ def export(
         bool, typer.Option("--check/--no-check", help="Compare the result with the base and its adapter.")
     ] = True,
     llama_cpp: Annotated[
-        Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf.")
+        Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf and ollama.")
     ] = None,
     config: ConfigOption = None,
     *,
     options: ServerOptions,
 ) -> None:
-    """Write a checkpoint as a PEFT directory, merged into its base model, or as a GGUF file.
+    """Write a checkpoint as a PEFT directory, merged into its base model, as a GGUF file, or with a Modelfile.
 
     The result is compared with the base and its adapter before it appears: more than rounding is refused.
     """
@@ -84,10 +87,14 @@ def export(
 
 
 def check_options(to: Target, dtype: Dtype) -> None:
-    if dtype is Dtype.q8_0 and to is not Target.gguf:
-        raise InvalidInput(f"--dtype {dtype.value!r} is for --to gguf; auto, float32, bfloat16, float16 are accepted")
+    if dtype is Dtype.q8_0 and to not in (Target.gguf, Target.ollama):
+        raise InvalidInput(
+            f"--dtype {dtype.value!r} is for --to gguf and ollama; auto, float32, bfloat16, float16 are accepted"
+        )
     if dtype is not Dtype.auto and to is Target.peft:
-        raise InvalidInput(f"--dtype {dtype.value!r}: an adapter stays float32; --to merged and gguf take a dtype")
+        raise InvalidInput(
+            f"--dtype {dtype.value!r}: an adapter stays float32; --to merged, gguf and ollama take a dtype"
+        )
 
 
 def default_output(source: str, to: Target) -> Path:
@@ -127,45 +134,34 @@ def run(
     report: Report,
 ) -> "Exported":
     report("loading", None)
-    from lorimer.models.export.export import (
-        base_model_of,
-        export_full,
-        export_full_gguf,
-        export_gguf,
-        export_merged,
-        export_peft,
-        is_full_run,
-    )
+    from lorimer.models.export import export as exports
 
-    if is_full_run(adapter):
+    cache = cache_directory(config)
+    if exports.is_full_run(adapter):
         if to is Target.peft or base is not None:
             raise InvalidInput(
-                "this is a full run, a whole model without an adapter or a base; --to merged or gguf is accepted,"
-                " without --base"
+                "this is a full run, a whole model without an adapter or a base; --to merged, gguf or ollama is"
+                " accepted, without --base"
             )
         if to is Target.merged:
-            return export_full(adapter, target, dtype.value)
-        cache = cache_directory(config)
-        return export_full_gguf(
-            adapter, target, dtype.value, llama_cpp=llama_cpp, cache=cache, is_checked=is_checked, progress=report
-        )
-    if to is Target.peft:
-        return export_peft(adapter, target, base or base_model_of(adapter))
-    cache = cache_directory(config)
-    directory = find_base(base, None if base else base_model_of(adapter), cache, config, report)
-    if to is Target.merged:
-        merged_dtype = cast("MergedDtype", dtype.value)  # q8_0 was refused above
-        return export_merged(adapter, directory, target, merged_dtype, is_checked=is_checked, progress=report)
-    return export_gguf(
-        adapter,
-        directory,
-        target,
-        dtype.value,
-        llama_cpp=llama_cpp,
-        cache=cache,
-        is_checked=is_checked,
-        progress=report,
-    )
+            return exports.export_full(adapter, target, dtype.value)
+        directory = adapter
+        write_gguf = partial(exports.export_full_gguf, adapter)
+    else:
+        if to is Target.peft:
+            return exports.export_peft(adapter, target, base or exports.base_model_of(adapter))
+        directory = find_base(base, None if base else exports.base_model_of(adapter), cache, config, report)
+        if to is Target.merged:
+            merged_dtype = cast("MergedDtype", dtype.value)  # q8_0 was refused above
+            return exports.export_merged(
+                adapter, directory, target, merged_dtype, is_checked=is_checked, progress=report
+            )
+        write_gguf = partial(exports.export_gguf, adapter, directory)
+
+    def write(file: Path) -> "Exported":
+        return write_gguf(file, dtype.value, llama_cpp=llama_cpp, cache=cache, is_checked=is_checked, progress=report)
+
+    return write(target) if to is Target.gguf else exports.export_ollama(directory, target, write)
 
 
 def find_base(
