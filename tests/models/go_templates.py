@@ -26,8 +26,9 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
         if name == "PARAMETER":
             parameter, _, rest = rest.partition(" ")
             name = f"PARAMETER {parameter}"
-        length = next(n for n in range(1, len(rest) + 1) if rest[n : n + 1] in ("", "\n", " ") and _closed(rest[:n]))
-        found.append((name, _closed(rest[:length])))
+        ends = (n for n in range(1, len(rest) + 1) if rest[n : n + 1] in ("", "\n", " "))
+        length, value = next((n, value) for n in ends if (value := _closed(rest[:n])) is not None)
+        found.append((name, value))
         rest = rest[length:]
     return found
 
