@@ -1,7 +1,7 @@
 """Make the pages of the site that are not files of docs/, and the links to them; `mkdocs.yml` names this as its hook.
 
 README.md is the first page. The API reference lists the public names of `lorimer`; mkdocstrings takes their
-descriptions from the source. The notebook is shown with the outputs that it was saved with; `tests/test_docs.py` runs it.
+descriptions from the source. The notebook is shown with the outputs that it was saved with; a test runs it.
 """
 
 import importlib
