@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-device test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm test-ray cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve docs test test-device test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm test-ray cookbook-official faults soak check format proto lock sbom bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -17,6 +17,12 @@ demo: $(INSTALLED) ## Fine-tune the bundled model on addition, by SFT, then RL, 
 
 serve: $(INSTALLED) ## Serve the bundled model at http://127.0.0.1:8000; FLAGS="--model ..." adds flags
 	$(BIN)/python -m lorimer.cli serve $(FLAGS)
+
+SITE := .venvs/docs/bin
+docs: ## Build the searchable site of docs/ in build/site, with an API reference; a broken link fails (an environment of its own, made once)
+	test -x $(SITE)/mkdocs || { "$(PYTHON)" -m venv .venvs/docs && $(SITE)/pip install --disable-pip-version-check \
+		"mkdocs==1.6.1" "mkdocs-material==9.8.1" "mkdocstrings==1.0.8" "mkdocstrings-python==2.0.11" "ruff==0.17.4"; }
+	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build --strict
 
 # Else each worker and each process that a test starts compiles our sources again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,14 +1,19 @@
-"""Checks the documents: the paths and make targets they name exist, and their examples run."""
+"""Checks the documents: the paths, anchors and make targets they name exist, the site has them, their examples run."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import docs_site
+import lorimer
 from tests.conformance.servers import environment
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +56,29 @@ def missing_paths(text: str, folder: Path) -> list[str]:
     return missing + [link for link in links if not re.match(r"\w+:", link) and not (folder / link).exists()]
 
 
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub and mkdocs give to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings]
+    return {re.sub(r"\s", "-", heading) for heading in plain} & {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def missing_anchors(text: str, folder: Path) -> list[str]:
+    """Return the links to headings that are not in the document they name, or in this one."""
+    links = re.findall(r"\]\(((?:[\w./-]+\.md)?)#([^)\s]+)\)", FENCE.sub("", text))
+    return [f"{path}#{anchor}" for path, anchor in links if anchor not in anchors(target(path, text, folder))]
+
+
+def target(path: str, text: str, folder: Path) -> str:
+    return (folder / path).read_text("utf-8") if path else text
+
+
+def site_pages() -> set[str]:
+    """Return the pages in the navigation of the site."""
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    return {page for section in sections for pages in section.values() for page in pages}
+
+
 def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     # A make that runs these tests must not pass its own flags on.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -66,6 +94,32 @@ def make_targets() -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=DOCUMENT_IDS)
 def test_named_paths_exist(path):
     assert missing_paths(path.read_text("utf-8"), path.parent) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=DOCUMENT_IDS)
+def test_named_anchors_exist(path):
+    assert missing_anchors(path.read_text("utf-8"), path.parent) == []
+
+
+def test_site_has_every_page():
+    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert site_pages() == written | {*docs_site.PAGES.values(), docs_site.API, docs_site.NOTEBOOK_PAGE}
+
+
+def test_links_of_the_site_stay_in_it():
+    """Links of pages that are made of files outside of docs/, and links to those; mkdocs checks the rest."""
+    pages = {path.name: path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")}
+    pages |= {page: docs_site.root_page(path) for path, page in docs_site.PAGES.items() if path != "LICENSE"}
+    assert "](../deploy)" in pages["deployment.md"]
+    for name, text in pages.items():
+        links = re.findall(r"\]\(([^)#\s]+)", FENCE.sub("", docs_site.rewritten(text)))
+        local = {link for link in links if not re.match(r"\w+:", link)}
+        assert {link for link in local if not (ROOT / "docs" / link).is_file()} <= site_pages(), name
+
+
+def test_api_reference_has_every_public_name():
+    named = re.findall(r"^::: lorimer\.[\w.]+\.(\w+)$", docs_site.api_page(), re.MULTILINE)
+    assert sorted(named) == sorted(name for name in lorimer.__all__ if name[0].isupper())
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=DOCUMENT_IDS)
@@ -139,6 +193,39 @@ def test_readme_example_runs(code, open_server, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
+NOTEBOOK = ROOT / "docs" / docs_site.NOTEBOOK
+
+
+def notebook_cells(kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def test_notebook_is_of_format_4_5():
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert {cell["id"] for cell in notebook["cells"]} == {
+        f"cell-{number:02}" for number in range(len(notebook["cells"]))
+    }
+    for number, cell in enumerate(notebook_cells("code"), 1):
+        assert cell.keys() == {"cell_type", "id", "metadata", "source", "execution_count", "outputs"}
+        assert cell["execution_count"] == number
+    text = "\n".join("".join(cell["source"]) for cell in notebook_cells("markdown"))
+    assert missing_paths(text, NOTEBOOK.parent) == []
+
+
+@pytest.mark.service
+def test_notebook_prints_what_it_was_saved_with(tmp_path):
+    """Run its cells in one program; numbers may differ between machines."""
+    program = "\n".join("".join(cell["source"]) for cell in notebook_cells("code"))
+    settings = environment(LORIMER_DATA=str(tmp_path / "data"))
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    saved = "".join("".join(output["text"]) for cell in notebook_cells("code") for output in cell["outputs"])
+    assert re.sub(r"[\d.]+", "N", run.stdout) == re.sub(r"[\d.]+", "N", saved)
+
+
 GUIDES = [ROOT / "docs" / name for name in ("sdk.md", "optimizers.md", "agents.md")]
 """Pages whose examples are one program."""
 
@@ -191,6 +278,13 @@ def test_planted_missing_paths_are_found():
         "```python\nopen('`src/also_gone.py`')\n```\n"
     )
     assert missing_paths(text, ROOT) == ["src/gone.py", "engine/gone", "gone.md", "docs/gone.md"]
+
+
+def test_planted_missing_anchors_are_found():
+    text = (
+        "## The `code`, and more\n[a](#the-code-and-more) [b](#gone) [c](docs/sdk.md#gone)\n```\n# not-a-heading\n```\n"
+    )
+    assert missing_anchors(f"{text}[d](#not-a-heading)", ROOT) == ["#gone", "docs/sdk.md#gone", "#not-a-heading"]
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────

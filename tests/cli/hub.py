@@ -76,7 +76,7 @@ class Requests(BaseHTTPRequestHandler):
             self.answer({})
         elif "/preupload/" in path:
             files = [file["path"] for file in json.loads(content)["files"]]
-            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in files}
+            modes = {name: "lfs" if name.endswith((".safetensors", ".gguf")) else "regular" for name in files}
             self.answer(
                 {"files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]}
             )

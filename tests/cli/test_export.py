@@ -12,6 +12,7 @@ from lorimer import types
 from lorimer.models.sources import resolve
 from tests.cli.commands import CommandLine
 from tests.cli.conftest import TrainedRun
+from tests.models.go_templates import read_modelfile, render
 
 TOKENS = list(range(40, 60))
 
@@ -54,6 +55,23 @@ def test_checkpoint_becomes_a_peft_directory(alice: CommandLine, trained: Traine
     again = alice.run("export", tmp_path / "out", "--to", "merged", "-o", tmp_path / "merged", "--no-check")
     assert again.exit_code == 0, again.stderr
     assert "checked" in again.stdout
+
+
+@pytest.mark.slow
+def test_checkpoint_becomes_a_model_of_ollama(alice: CommandLine, trained: TrainedRun, tmp_path):
+    output = tmp_path / "mine"
+    run = alice.run("export", trained.sampler, "--to", "ollama", "--dtype", "q8_0", "-o", output, "-f", "json")
+    assert run.exit_code == 0, run.stderr
+    assert json.loads(run.stdout)["read_back"] is not None
+    assert sorted(path.name for path in output.iterdir()) == ["Modelfile", "mine.gguf"]
+    found = dict(read_modelfile((output / "Modelfile").read_text("utf-8")))
+    assert found["FROM"] == "./mine.gguf"
+    talk = [{"role": "user", "content": "Hello"}]
+    tokenizer = AutoTokenizer.from_pretrained(resolve("lorimer/debug").directory)
+    assert render(found["TEMPLATE"], talk) == tokenizer.apply_chat_template(
+        talk, tokenize=False, add_generation_prompt=True
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_base_is_found_by_the_names_of_the_settings(alice: CommandLine, trained: TrainedRun, tmp_path):

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+import lorimer
+
 
 def test_list(alice, trained):
     shown = alice("session", "list")
@@ -25,6 +29,23 @@ def test_info(alice, trained):
     assert found["session_id"] == trained.session_id
     assert trained.run_id in found["training_run_ids"]
     assert found["sampler_ids"]
+
+
+def test_errors_are_shown(alice):
+    with lorimer.ServiceClient(base_url=alice.url, api_key=alice.key) as service:
+        training = service.create_lora_training_client("lorimer/debug", rank=4)
+        wrong = lorimer.Datum(lorimer.ModelInput.from_ints([1, 2]), {"target_tokens": [3, 999_999_999]})
+        with pytest.raises(lorimer.TinkerError) as failed:
+            training.forward_backward([wrong], "cross_entropy").result()
+        session_id = training.model_id.partition(":")[0]
+        service.close("errored", "ValueError: no data").result()
+    (error,) = alice.json("session", "info", session_id)["errors"]
+    assert error["error"] in str(failed.value) and "999999999" in error["error"]
+    shown = " ".join(alice("session", "info", session_id).split())
+    assert "errored: ValueError: no data" in shown
+    assert "forward_backward" in shown and "999999999" in shown
+    listed = alice.json("session", "list", "--limit", 0)["sessions"]
+    assert session_id in [one["session_id"] for one in listed]
 
 
 def test_session_that_is_not_there_or_of_others(alice, bob, trained):

@@ -145,6 +145,19 @@ def test_sessions_show_tags_runs_and_heartbeats_and_a_trace_that_opens(keyed, ca
     expect(page).to_have_url(f"{keyed.url}/console/runs/{quote(run.model_id, safe='')}")
 
 
+def test_a_session_lists_its_failed_requests(keyed, carol, open_page):
+    with lorimer.ServiceClient(base_url=keyed.url, api_key=carol) as service:
+        training = service.create_lora_training_client(MODEL, rank=4)
+        wrong = lorimer.Datum(lorimer.ModelInput.from_ints([1, 2]), {"target_tokens": [3, 999_999_999]})
+        with pytest.raises(lorimer.TinkerError):
+            training.forward_backward([wrong], "cross_entropy").result()
+        session_id = training.model_id.partition(":")[0]
+    page = open_page(keyed.url, f"/console/sessions/{session_id}", key=carol)
+    failed = page.get_by_role("row").filter(has_text="forward_backward")
+    expect(failed).to_contain_text("999999999")
+    expect(failed.get_by_role("link")).to_be_visible()
+
+
 def test_a_session_that_ended_says_how(keyed, carol, open_page):
     headers = {"x-api-key": carol}
     body = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "ending soon"}

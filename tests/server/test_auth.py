@@ -149,6 +149,52 @@ async def test_use_of_a_key_is_recorded(start):
         assert (await running.context.credentials.list())[0].last_used_at is not None
 
 
+async def test_every_use_of_a_key_counts_and_is_shown_before_it_is_written(start, monkeypatch):
+    """Also a use while the key is remembered, by a token made of it, or by a bearer; one write for all of them."""
+    async with start() as running:
+        keys = running.context.credentials
+        key, secret = await running.new_key()
+        writes = []
+        write = running.context.store.write
+
+        async def counted(transaction, *arguments, **fields):
+            writes.append(transaction)
+            return await write(transaction, *arguments, **fields)
+
+        monkeypatch.setattr(running.context.store, "write", counted)
+        user = (await keys.holders())[0][key.user_id]
+        token = running.context.signer.issue_token(user, key.key_id, datetime.now(UTC))
+        for headers in (
+            {"x-api-key": secret},
+            {"x-api-key": secret},
+            {"authorization": f"Bearer {secret}"},
+            {"x-api-key": token},
+        ):
+            before = datetime.now(UTC)
+            await running.http.get("/zeros?count=1", headers=headers)
+            assert (await keys.list())[0].last_used_at >= before
+        assert users.touch_keys not in writes
+        shown = (await keys.list())[0].last_used_at
+        await running.context.flush()
+        await running.context.flush()
+        assert writes.count(users.touch_keys) == 1
+        (stored,) = await running.context.store.read(users.list_keys)
+        assert stored.last_used_at == shown
+
+
+async def test_uses_that_cannot_be_written_are_written_later(start, monkeypatch):
+    async with start() as running:
+        _, secret = await running.new_key()
+        await running.context.credentials.identify(secret)
+        with monkeypatch.context() as patch:
+            patch.setattr(users, "touch_keys", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await running.context.flush()
+        await running.context.flush()
+        (stored,) = await running.context.store.read(users.list_keys)
+        assert stored.last_used_at is not None
+
+
 async def test_secrets_are_not_in_the_data_directory(start, tmp_path):
     async with start() as running:
         _, secret = await running.new_key()

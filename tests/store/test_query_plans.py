@@ -34,6 +34,7 @@ QUESTIONS = {
     "expire": lambda c: futures.expire(c, **PERIODS),
     "operations of a run": lambda c: futures.newest_of_lane(c, "lane", 9, 10),
     "errors": lambda c: futures.newest_errors(c, "u", 20),
+    "errors of a session": lambda c: futures.session_errors(c, "s", 20),
     "metrics": lambda c: metrics.read(c, "r", metrics.Cursor(3)),
     "metrics of steps": lambda c: metrics.read(c, "r", metrics.Cursor(3), 10, metrics.Choice(steps=(5, 9))),
     "moves": lambda c: moves.recent(c, "u", NOW, 20),

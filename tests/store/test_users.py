@@ -1,6 +1,7 @@
 """Users and keys: what is stored of a secret, who is found by it, and revocation."""
 
 import re
+from datetime import timedelta
 
 from sqlalchemy import select, text
 
@@ -69,6 +70,17 @@ def test_keys_are_listed_by_user_with_their_last_use(store):
     assert [found.name for found in store.read_now(users.list_keys)] == ["one", "two"]
     [mine] = store.read_now(users.list_keys, key.user_id)
     assert (mine.name, mine.last_used_at) == ("one", now)
+
+
+def test_last_use_never_goes_back(store):
+    """An API replica may write what it has buffered after another one wrote a later use."""
+    first, _ = store.write_now(users.create_key, "ada", "one")
+    second, _ = store.write_now(users.create_key, "ada", "two")
+    later = utc_now()
+    earlier = later - timedelta(seconds=40)
+    store.write_now(users.touch_keys, {first.key_id: later})
+    store.write_now(users.touch_keys, {second.key_id: earlier, first.key_id: earlier})
+    assert [key.last_used_at for key in store.read_now(users.list_keys)] == [later, earlier]
 
 
 def test_names_are_data_and_never_sql(store):

@@ -20,6 +20,7 @@ OUR_FIELDS = {
     "LoadWeightsRequest": {"run"},
     "Checkpoint": {"step"},
     "SessionSummary": {"tags", "training_runs_count", "last_seen_at"},  # the console shows them
+    "GetSessionResponse": {"status", "errors"},
     "TrainingRun": {
         *("created_at", "project_id", "seed", "optimizer_type"),
         *("train_attn", "train_mlp", "train_unembed", "use_rslora", "replica", "run_id"),

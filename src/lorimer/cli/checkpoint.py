@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lorimer.cli.commands import ServerOptions, cli_command
+from lorimer.cli.export import (
+    BaseOption,
+    CheckOption,
+    Conversion,
+    Dtype,
+    DtypeOption,
+    LlamaCppOption,
+    PushedForm,
+    check_form,
+)
 from lorimer.cli.moments import moment_text, parse_duration, parse_moment
 from lorimer.cli.output import (
     examples,
@@ -23,6 +33,7 @@ from lorimer.cli.output import (
 )
 from lorimer.cli.run import CHECKPOINT_COLUMNS, LimitOption, checkpoint_row, note_rest, run_id_of
 from lorimer.cli.selection import Failures, Kind, all_of, change, checked, confirm, matching
+from lorimer.cli.settings import ConfigOption
 from lorimer.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -256,6 +267,7 @@ def download(
     name="push-hf",
     epilog=examples(
         "lorimer checkpoint push-hf tinker://RUN/sampler_weights/final --repo me/my-adapter",
+        "lorimer checkpoint push-hf tinker://RUN/sampler_weights/final --as gguf --dtype q8_0 --repo me/my-model",
         "HF_TOKEN=hf_… lorimer checkpoint push-hf tinker://RUN/weights/final --public",
     ),
 )
@@ -275,19 +287,38 @@ def push_hf(
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False,
     card: Annotated[bool, typer.Option("--model-card/--no-model-card", help="Write a README.md.")] = True,
+    form: Annotated[
+        PushedForm, typer.Option("--as", help="The adapter, the model with merged weights, or a file for llama.cpp.")
+    ] = PushedForm.adapter,
+    base: BaseOption = None,
+    dtype: DtypeOption = Dtype.auto,
+    is_checked: CheckOption = True,
+    llama_cpp: LlamaCppOption = None,
+    config: ConfigOption = None,
     *,
     options: ServerOptions,
 ) -> None:
-    """Upload a checkpoint to the Hugging Face hub as a PEFT adapter.
+    """Upload a checkpoint to the Hugging Face hub: a PEFT adapter, a merged model or a GGUF file.
 
-    Log in before with `hf auth login`, or set HF_TOKEN.
+    Log in before with `hf auth login`, or set HF_TOKEN. Merged models and GGUF files are made as by `lorimer export`.
     """
     checked([path])
+    check_form(form, base, dtype)
+    how = Conversion(base=base, dtype=dtype, is_checked=is_checked, llama_cpp=llama_cpp, config=config)
     client = options.rest_client()
     from lorimer.cli.push import push_checkpoint
 
     pushed = push_checkpoint(
-        client, path, repo, public=public, revision=revision, message=message, create_pr=create_pr, with_card=card
+        client,
+        path,
+        repo,
+        form,
+        how,
+        public=public,
+        revision=revision,
+        message=message,
+        create_pr=create_pr,
+        with_card=card,
     )
     if options.is_json:
         print_json({"tinker_path": path} | asdict(pushed))

@@ -3,8 +3,9 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -28,6 +29,15 @@ class Target(StrEnum):
     peft = "peft"
     merged = "merged"
     gguf = "gguf"
+    ollama = "ollama"
+
+
+class PushedForm(StrEnum):
+    """What ``lorimer checkpoint push-hf`` uploads."""
+
+    adapter = "adapter"
+    merged = "merged"
+    gguf = "gguf"
 
 
 class Dtype(StrEnum):
@@ -38,10 +48,35 @@ class Dtype(StrEnum):
     q8_0 = "q8_0"
 
 
+BaseOption = Annotated[
+    str | None,
+    typer.Option("--base", metavar="SOURCE", help="Base model: a directory, a .gguf file, an alias or a hub id."),
+]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of merged weights; auto keeps the base's.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check/--no-check", help="Compare the result with the base and its adapter.")
+]
+LlamaCppOption = Annotated[
+    Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf and ollama.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """How an adapter becomes another format."""
+
+    base: str | None
+    dtype: Dtype
+    is_checked: bool
+    llama_cpp: Path | None
+    config: Path | None
+
+
 EPILOG = examples(
     "lorimer export tinker://3f9c…:train:0/sampler_weights/final --to merged -o my-model",
     "lorimer export tinker://3f9c…:train:0/weights/step-100 --to peft",
     "lorimer export ./adapter --to gguf --base Qwen/Qwen3-0.6B --dtype q8_0 -o my-model.gguf",
+    "lorimer export tinker://3f9c…:train:0/sampler_weights/final --to ollama -o my-model",
 )
 
 
@@ -52,42 +87,48 @@ def export(
     ],
     to: Annotated[
         Target,
-        typer.Option("--to", help="PEFT directory, Hugging Face directory with merged weights, or file for llama.cpp."),
+        typer.Option("--to", help="PEFT directory, Hugging Face directory, file for llama.cpp, or Ollama."),
     ],
     destination: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="What is written; a .gguf file for gguf.")
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="SOURCE", help="Base model: a directory, a .gguf file, an alias or a hub id."),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of merged weights; auto keeps the base's.")] = Dtype.auto,
-    is_checked: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare the result with the base and its adapter.")
-    ] = True,
-    llama_cpp: Annotated[
-        Path | None, typer.Option("--llama-cpp", metavar="DIR", help="A checkout of llama.cpp, for gguf.")
-    ] = None,
+    base: BaseOption = None,
+    dtype: DtypeOption = Dtype.auto,
+    is_checked: CheckOption = True,
+    llama_cpp: LlamaCppOption = None,
     config: ConfigOption = None,
     *,
     options: ServerOptions,
 ) -> None:
-    """Write a checkpoint as a PEFT directory, merged into its base model, or as a GGUF file.
+    """Write a checkpoint as a PEFT directory, merged into its base model, as a GGUF file, or with a Modelfile.
 
     The result is compared with the base and its adapter before it appears: more than rounding is refused.
     """
     check_options(to, dtype)
     target = destination or default_output(source, to)
+    how = Conversion(base=base, dtype=dtype, is_checked=is_checked, llama_cpp=llama_cpp, config=config)
     with adapter_directory(source, target, options) as adapter, progress_bar() as report:
-        exported = run(adapter, to, target, base, dtype, is_checked, llama_cpp, config, report)
+        exported = convert(adapter, to, target, how, report)
     show(exported, to, options.output)
 
 
 def check_options(to: Target, dtype: Dtype) -> None:
-    if dtype is Dtype.q8_0 and to is not Target.gguf:
-        raise InvalidInput(f"--dtype {dtype.value!r} is for --to gguf; auto, float32, bfloat16, float16 are accepted")
+    if dtype is Dtype.q8_0 and to not in (Target.gguf, Target.ollama):
+        raise InvalidInput(
+            f"--dtype {dtype.value!r} is for --to gguf and ollama; auto, float32, bfloat16, float16 are accepted"
+        )
     if dtype is not Dtype.auto and to is Target.peft:
-        raise InvalidInput(f"--dtype {dtype.value!r}: an adapter stays float32; --to merged and gguf take a dtype")
+        raise InvalidInput(
+            f"--dtype {dtype.value!r}: an adapter stays float32; --to merged, gguf and ollama take a dtype"
+        )
+
+
+def check_form(form: PushedForm, base: str | None, dtype: Dtype) -> None:
+    if form is PushedForm.adapter:
+        if base is not None or dtype is not Dtype.auto:
+            raise InvalidInput("--base and --dtype are for --as merged and gguf; an adapter is uploaded as it is")
+    else:
+        check_options(Target(form.value), dtype)
 
 
 def default_output(source: str, to: Target) -> Path:
@@ -115,57 +156,39 @@ def adapter_directory(source: str, target: Path, options: ServerOptions) -> Iter
         yield adapter
 
 
-def run(
-    adapter: Path,
-    to: Target,
-    target: Path,
-    base: str | None,
-    dtype: Dtype,
-    is_checked: bool,
-    llama_cpp: Path | None,
-    config: Path | None,
-    report: Report,
-) -> "Exported":
+def convert(adapter: Path, to: Target, target: Path, how: Conversion, report: Report) -> "Exported":
+    """Write the adapter, or the model of a full run, in another format to ``target``."""
     report("loading", None)
-    from lorimer.models.export.export import (
-        base_model_of,
-        export_full,
-        export_full_gguf,
-        export_gguf,
-        export_merged,
-        export_peft,
-        is_full_run,
-    )
+    from lorimer.models.export import export as exports
 
-    if is_full_run(adapter):
-        if to is Target.peft or base is not None:
+    cache = cache_directory(how.config)
+    if exports.is_full_run(adapter):
+        if to is Target.peft or how.base is not None:
             raise InvalidInput(
-                "this is a full run, a whole model without an adapter or a base; --to merged or gguf is accepted,"
-                " without --base"
+                "this is a full run, a whole model without an adapter or a base; --to merged, gguf or ollama is"
+                " accepted, without --base"
             )
         if to is Target.merged:
-            return export_full(adapter, target, dtype.value)
-        cache = cache_directory(config)
-        return export_full_gguf(
-            adapter, target, dtype.value, llama_cpp=llama_cpp, cache=cache, is_checked=is_checked, progress=report
+            return exports.export_full(adapter, target, how.dtype.value)
+        directory = adapter
+        write_gguf = partial(exports.export_full_gguf, adapter)
+    else:
+        if to is Target.peft:
+            return exports.export_peft(adapter, target, how.base or exports.base_model_of(adapter))
+        directory = find_base(how.base, None if how.base else exports.base_model_of(adapter), cache, how.config, report)
+        if to is Target.merged:
+            merged_dtype = cast("MergedDtype", how.dtype.value)  # q8_0 was refused above
+            return exports.export_merged(
+                adapter, directory, target, merged_dtype, is_checked=how.is_checked, progress=report
+            )
+        write_gguf = partial(exports.export_gguf, adapter, directory)
+
+    def write(file: Path) -> "Exported":
+        return write_gguf(
+            file, how.dtype.value, llama_cpp=how.llama_cpp, cache=cache, is_checked=how.is_checked, progress=report
         )
-    if to is Target.peft:
-        return export_peft(adapter, target, base or base_model_of(adapter))
-    cache = cache_directory(config)
-    directory = find_base(base, None if base else base_model_of(adapter), cache, config, report)
-    if to is Target.merged:
-        merged_dtype = cast("MergedDtype", dtype.value)  # q8_0 was refused above
-        return export_merged(adapter, directory, target, merged_dtype, is_checked=is_checked, progress=report)
-    return export_gguf(
-        adapter,
-        directory,
-        target,
-        dtype.value,
-        llama_cpp=llama_cpp,
-        cache=cache,
-        is_checked=is_checked,
-        progress=report,
-    )
+
+    return write(target) if to is Target.gguf else exports.export_ollama(directory, target, write)
 
 
 def find_base(

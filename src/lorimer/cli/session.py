@@ -24,6 +24,7 @@ from lorimer.errors import InvalidInput
 if TYPE_CHECKING:
     from lorimer.client.rest import RestClient
     from lorimer.types import SessionSummary
+    from lorimer.types.sessions import SessionStatus
 
 app = typer.Typer(help="Look at sessions, and export what they did when.", no_args_is_help=True)
 
@@ -37,6 +38,8 @@ COLUMNS: list[str | Column] = [
     Column("size", justify="right"),
     "metadata",
 ]
+
+ERROR_COLUMNS: list[str | Column] = ["failed", "request", "run", Column("error", whole=True)]
 
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="Id of the session.")]
 
@@ -67,7 +70,7 @@ def info(
     *,
     options: ServerOptions,
 ) -> None:
-    """Show the runs and samplers of a session."""
+    """Show the runs and samplers of a session, how it ended, and the requests that failed."""
     found = options.rest_client().get_session(session_id, "accessible").result()
     if options.is_json:
         print_json({"session_id": session_id} | found.model_dump(mode="json"))
@@ -76,11 +79,15 @@ def info(
         {
             "session": session_id,
             "name": found.display_name,
+            "state": state(found.status),
             "metadata": metadata_text(found.user_metadata),
             "runs": found.training_run_ids,
             "samplers": found.sampler_ids,
         }
     )
+    if found.errors:
+        print()
+        print_table(ERROR_COLUMNS, [[ago(one.at), one.kind, one.run_id or "", one.error] for one in found.errors])
 
 
 @app.command(
@@ -142,7 +149,7 @@ def row(session: "SessionSummary") -> list[object]:
     return [
         session.session_id,
         session.display_name or "",
-        state(session),
+        state(session.status),
         ago(session.created_at),
         session.checkpoints_count or "",
         size_text(session.checkpoint_storage_bytes or None),
@@ -150,8 +157,10 @@ def row(session: "SessionSummary") -> list[object]:
     ]
 
 
-def state(session: "SessionSummary") -> str:
-    status = session.status
+def state(status: "SessionStatus | None") -> str:
+    """Return how a session ended, with the error text that its program or the server gave."""
     if status is None:
         return ""
-    return status.reason.type if status.type == "client_finished" else status.type
+    name = status.reason.type if status.type == "client_finished" else status.type
+    detail = getattr(status, "detail", None) or getattr(status, "message", None)
+    return f"{name}: {detail}" if detail else name

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection
@@ -80,14 +80,18 @@ class Credentials:
         digest = hashlib.sha256(credential.encode("utf-8", "surrogatepass")).digest()
         remembered = self._found.get(digest)
         if remembered and remembered[0] > time.monotonic():
+            self._note_use(remembered[1])
             return remembered[1]
         identity = await self._look_up(credential)
-        if identity.key is not None:
-            self._used[identity.key.key_id] = datetime.now(UTC)
+        self._note_use(identity)
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
         self._found[digest] = (time.monotonic() + REMEMBER_SECONDS, identity)
         return identity
+
+    def _note_use(self, identity: Identity) -> None:
+        if identity.key is not None:
+            self._used[identity.key.key_id] = datetime.now(UTC)
 
     async def _look_up(self, credential: str) -> Identity:
         if credential.startswith(TOKEN_PREFIX):
@@ -128,8 +132,12 @@ class Credentials:
     async def flush(self) -> None:
         """Persist when keys were last used."""
         used, self._used = self._used, {}
-        if used:
-            await self._store.write(users.touch_keys, used)
+        try:
+            if used:
+                await self._store.write(users.touch_keys, used)
+        except BaseException:
+            self._used = used | self._used
+            raise
 
     async def holders(self) -> tuple[dict[str, User], dict[str, int]]:
         """Return all users, and the checkpoint bytes of each, by user id."""
@@ -138,7 +146,12 @@ class Credentials:
 
     async def list(self) -> list[ApiKey]:
         keys: list[ApiKey] = await self._store.read(users.list_keys)
-        return keys
+        return [self.with_last_use(key) for key in keys]
+
+    def with_last_use(self, key: ApiKey) -> ApiKey:
+        """Return a stored key with its last use, if that was by this process and is not persisted yet."""
+        used = [at for at in (key.last_used_at, self._used.get(key.key_id)) if at is not None]
+        return replace(key, last_used_at=max(used, default=None))
 
 
 def users_and_storage(connection: Connection) -> tuple[dict[str, User], dict[str, int]]:

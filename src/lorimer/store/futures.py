@@ -317,6 +317,13 @@ def newest_errors(c: Connection, user_id: str, limit: int) -> list[FutureRow]:
     return [_record(row) for row in c.execute(query)]
 
 
+def session_errors(c: Connection, session_id: str, limit: int) -> list[FutureRow]:
+    """Return the session's failed requests, newest first."""
+    failed = (futures.c.session_id == session_id) & futures.c.error.is_not(None)
+    query = select(*_COLUMNS).where(failed).order_by(futures.c.received_at.desc()).limit(limit)
+    return [_record(row) for row in c.execute(query)]
+
+
 def mark_fetched(c: Connection, fetched: dict[str, datetime]) -> None:
     """Record when clients received results. Callers buffer these and write them in bulk."""
     if fetched:

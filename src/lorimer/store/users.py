@@ -124,10 +124,15 @@ def revoke_key(c: Connection, key_id: int) -> bool:
 
 
 def touch_keys(c: Connection, used: dict[int, datetime]) -> None:
-    """Persist when keys were last used, buffered by the caller and written in bulk."""
+    """Persist when keys were last used, buffered by the caller and written in bulk.
+
+    A later use that another API replica has written stays.
+    """
     if used:
-        statement = update(api_keys).where(api_keys.c.key_id == bindparam("key")).values(last_used_at=bindparam("at"))
-        c.execute(statement, [{"key": key, "at": at} for key, at in used.items()])
+        is_older = api_keys.c.last_used_at.is_(None) | (api_keys.c.last_used_at < bindparam("at"))
+        statement = update(api_keys).where(api_keys.c.key_id == bindparam("key"), is_older)
+        in_order = sorted(used.items())  # replicas that write the same keys must not wait for each other
+        c.execute(statement.values(last_used_at=bindparam("at")), [{"key": key, "at": at} for key, at in in_order])
 
 
 def has_keys(c: Connection) -> bool:

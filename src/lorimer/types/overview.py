@@ -4,6 +4,7 @@ from datetime import datetime
 
 from lorimer.types.admin import UserQuotas
 from lorimer.types.base import Request, Response
+from lorimer.types.sessions import RecentError
 
 
 class CallerResponse(Response):
@@ -72,15 +73,6 @@ class QueueEntry(Response):
     kind: str
     num_requests: int
     num_tokens: int
-
-
-class RecentError(Response):
-    at: datetime
-    kind: str
-    run_id: str | None = None
-    category: str
-    """``user`` if the request was invalid, else ``server``."""
-    error: str
 
 
 class OverviewResponse(Response):

@@ -40,13 +40,6 @@ class AssignProjectRequest(Request):
     project_id: str
 
 
-class GetSessionResponse(Response):
-    training_run_ids: list[str]
-    sampler_ids: list[str]
-    user_metadata: dict[str, str] | None = None
-    display_name: str | None = None
-
-
 class ListSessionsResponse(Response):
     sessions: list[str]
 
@@ -132,6 +125,28 @@ class SessionActive(Response):
 SessionStatus = Annotated[
     SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive, Field(discriminator="type")
 ]
+
+
+class RecentError(Response):
+    """A request that failed."""
+
+    at: datetime
+    kind: str
+    run_id: str | None = None
+    category: str
+    """``user`` if the request was invalid, else ``server``."""
+    error: str
+
+
+class GetSessionResponse(Response):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+    status: SessionStatus | None = None
+    """How the session ended, with the error text of its program."""
+    errors: list[RecentError] = Field(default_factory=list)
+    """Failed requests of the session, newest first, for as long as the server keeps their results."""
 
 
 # ── search ────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,10 +5,11 @@ from datetime import datetime
 
 import pytest
 
+from lorimer import types
 from lorimer.store import sessions
 from tests.server.traces import check_trace
 
-from .conftest import MODEL
+from .conftest import MODEL, datum
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -18,7 +19,14 @@ async def test_session_of_an_old_release_needs_no_defaults(ada):
     created = await ada.ok("create_session", body)
     assert created["type"] == "create_session"
     found = await ada.fetch(f"sessions/{created['session_id']}")
-    assert found == {"training_run_ids": [], "sampler_ids": [], "user_metadata": {}, "display_name": None}
+    assert found == {
+        "training_run_ids": [],
+        "sampler_ids": [],
+        "user_metadata": {},
+        "display_name": None,
+        "status": {"type": "active"},
+        "errors": [],
+    }
 
 
 async def test_session_lists_its_runs_and_samplers_and_its_metadata_as_text(ada):
@@ -32,7 +40,28 @@ async def test_session_lists_its_runs_and_samplers_and_its_metadata_as_text(ada)
         "sampler_ids": [sampler_id],
         "user_metadata": {"text": "a", "number": "1", "list": "[1,null]", "yes": "true"},
         "display_name": "My run",
+        "status": {"type": "active"},
+        "errors": [],
     }
+
+
+async def test_session_shows_its_errors_and_how_its_program_ended(ada):
+    session_id = await ada.session()
+    run_id, other = await ada.run(session_id), await ada.run()
+    wrong = datum([10, 20, 999_999_999])
+    failures = []
+    for run, seq_id in ((run_id, 1), (run_id, 2), (other, 1)):
+        promise = await ada.submit(types.TrainingRequest(run, seq_id, [wrong], "cross_entropy"))
+        failures.append((await ada.failure(promise))["error"])
+    finish = {"reason": {"type": "errored"}, "detail": "ValueError: no data"}
+    assert (await ada.post(f"sessions/{session_id}/finish", finish)).status_code == 204
+    found = await ada.fetch(f"sessions/{session_id}")
+    assert found["status"]["detail"] == "ValueError: no data"
+    assert [one["error"] for one in found["errors"]] == failures[1::-1]
+    assert {(one["run_id"], one["kind"], one["category"]) for one in found["errors"]} == {
+        (run_id, "forward_backward", "user")
+    }
+    assert found["errors"][0]["at"] >= found["errors"][1]["at"]
 
 
 async def test_heartbeats_are_written_together_and_end_with_the_session(server, ada):

@@ -1,4 +1,4 @@
-"""Export a saved adapter or full run as a PEFT directory, a Hugging Face directory, or a GGUF file.
+"""Export a saved adapter or full run as a PEFT directory, a Hugging Face directory, a GGUF file, or for Ollama.
 
 The output is checked first and then appears atomically. The caller finds the base model; `merging.py` merges,
 `check.py` compares and `gguf.py` converts.
@@ -9,9 +9,9 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from lorimer.errors import CheckpointError, InvalidInput
 from lorimer.models.export.check import Comparison, check_merged
 from lorimer.models.export.gguf import GgufType, ReadBack, check_gguf, find_converter, write_gguf
 from lorimer.models.export.merging import LoadedAdapter, MergedDtype, Progress, merge
+from lorimer.models.export.ollama import describe_model
+from lorimer.models.gguf.reader import read_gguf
 
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
 """``q8_0`` is for GGUF only."""
@@ -140,6 +142,17 @@ def export_gguf(
         if is_checked:
             read_back = check_gguf(directory, file, kind, progress)
     return Exported(output, _size(output), comparison, read_back)
+
+
+def export_ollama(model: Path, output: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Write a directory for ``ollama create``: the GGUF file of ``write``, and a Modelfile for ``model``."""
+    description = describe_model(model)  # before anything is computed, as it may refuse
+    with placed(output) as directory:
+        directory.mkdir()
+        exported = write(directory / f"{output.name}.gguf")
+        modelfile = description.modelfile(read_gguf(exported.path))
+        (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
+    return replace(exported, path=output, size_bytes=_size(output))
 
 
 @contextmanager

@@ -26,8 +26,9 @@ MAX_KEYS = 100
 
 async def list_keys(request: Request) -> Response:
     """List the caller's keys without their secrets."""
-    keys, stored = await context_of(request).store.read(keys_and_storage, user_of(request).user_id)
-    entries = [KeyEntry.model_validate(shown(request, key)) for key in keys]
+    context = context_of(request)
+    keys, stored = await context.store.read(keys_and_storage, user_of(request).user_id)
+    entries = [KeyEntry.model_validate(shown(request, context.credentials.with_last_use(key))) for key in keys]
     return reply(KeysResponse(keys=entries, quotas=user_quotas(request, stored)))
 
 

@@ -29,9 +29,9 @@ from lorimer.types.overview import (
     ModelOverview,
     OverviewResponse,
     QueueEntry,
-    RecentError,
     TokensPerSecond,
 )
+from lorimer.types.sessions import RecentError
 
 OTHERS = "(others)"
 NUM_ERRORS = 20

@@ -14,11 +14,12 @@ from lorimer.server.context import context_of, user_of
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.addresses import signed_address
 from lorimer.server.routes.field_checks import check_metadata, check_text, text_metadata
+from lorimer.server.routes.overview import NUM_ERRORS, recent_error
 from lorimer.server.routes.ownership import find_session
 from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_word
 from lorimer.server.routes.replies import done, reply
 from lorimer.server.signing import user_urn
-from lorimer.store import audit, sessions
+from lorimer.store import audit, futures, sessions
 from lorimer.store.sessions import Session, SessionRow
 from lorimer.types.sessions import AssignProjectRequest, FinishSessionRequest, SessionStatus, TraceExportResponse
 
@@ -92,16 +93,20 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def get_session(request: Request) -> Response:
-    """Return the runs and samplers of a session."""
+    """Return the runs and samplers of a session, how it ended, and its newest failed requests."""
     query_word(request, "access_scope", SCOPES)
     session = await find_session(request, request.path_params["session_id"])
-    run_ids, sampler_ids = await context_of(request).store.read(sessions.session_members, session.session_id)
+    store = context_of(request).store
+    run_ids, sampler_ids = await store.read(sessions.session_members, session.session_id)
+    failed = await store.read(futures.session_errors, session.session_id, NUM_ERRORS)
     return reply(
         types.GetSessionResponse(
             training_run_ids=run_ids,
             sampler_ids=sampler_ids,
             user_metadata=text_metadata(session.user_metadata),
             display_name=session.display_name,
+            status=session_status(session),
+            errors=[recent_error(row) for row in failed],
         )
     )
 

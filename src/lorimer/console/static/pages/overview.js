@@ -3,6 +3,7 @@
 import { get } from "../api.js";
 import { sparkline } from "../charts.js";
 import { ago, badge, bytes, empty, h, pageHead, panel, replace, runLink, short, table } from "../dom.js";
+import { errorTable } from "../error_table.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 
@@ -134,30 +135,6 @@ function queueTable(queue) {
     ],
     queue,
     (row) => ({ "data-row": `${row.user} ${row.run_id} ${row.kind}` }),
-  );
-}
-
-function errorTable(errors) {
-  if (!errors.length) return empty("No errors.", "Your failed operations are listed here, newest first.");
-  return table(
-    [
-      { label: "When", class: "tight", value: (row) => ago(row.at) },
-      {
-        label: "What",
-        value: (row) => [row.kind, row.run_id && [" of ", runLink(row.run_id)]],
-      },
-      {
-        label: "Error",
-        wide: true,
-        value: (row) => [
-          row.category && h("span", { class: "tag" }, row.category),
-          " ",
-          h("span", { class: "error-text" }, row.error),
-        ],
-      },
-    ],
-    errors,
-    (row) => ({ "data-row": `${row.at} ${row.run_id} ${row.kind}` }),
   );
 }
 

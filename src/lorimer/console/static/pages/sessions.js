@@ -21,6 +21,7 @@ import {
   table,
   toast,
 } from "../dom.js";
+import { errorTable } from "../error_table.js";
 import { trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 
@@ -120,7 +121,7 @@ function sessionTable(sessions) {
           s.display_name && h("code", { class: "muted" }, s.session_id),
         ),
     },
-    { label: "Status", value: (s) => statusBadge(s) },
+    { label: "Status", value: (s) => [statusBadge(s), statusDetail(s)] },
     { label: "Runs", number: true, value: (s) => s.training_runs_count },
     {
       label: "Checkpoints",
@@ -158,6 +159,8 @@ function statusBadge({ status, isSilent }) {
   }
   return badge(status.type === "failed" ? "bad" : "idle", status.type);
 }
+
+const statusDetail = ({ status }) => status?.detail && h("div", { class: "error-text" }, status.detail);
 
 function nothing({ text, status }) {
   if (text || status) return empty("Nothing matches.", "Names are searched by words, ids as a whole.");
@@ -236,7 +239,7 @@ function details({ session, members, runs, samplers }) {
             "span",
             null,
             statusBadge(session),
-            session.status?.detail && h("div", { class: "error-text" }, session.status.detail),
+            statusDetail(session),
           ),
         ],
         ["Heartbeat", ago(session.last_seen_at)],
@@ -256,6 +259,7 @@ function details({ session, members, runs, samplers }) {
       ]),
     ),
     metadata.length > 0 && panel("Metadata", facts(metadata)),
+    members.errors.length > 0 && panel("Failed requests", errorTable(members.errors)),
     panel(
       heading("Runs", runs, members.training_run_ids),
       runs.length ? runTable(runs) : empty("This session has made no runs."),
