@@ -2,6 +2,7 @@
 // shortcuts. A page is a module with `title` and `render(root, context)`; aborting its signal ends it.
 
 import { get, setKey } from "./api.js";
+import { forgetAll } from "./conversation_files.js";
 import { badge, button, empty, h, pageHead, replace, svg, toast } from "./dom.js";
 
 const PAGES = [
@@ -245,6 +246,7 @@ async function loadAccount() {
 
 function signOut() {
   setKey("");
+  forgetAll();
   account = null;
   drawTop();
   navigate("/console/signin");
