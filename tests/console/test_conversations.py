@@ -152,7 +152,9 @@ def test_two_models_get_the_same_history_and_the_user_chooses_the_answer(keyed, 
     texts = [said(page.locator(".answer").nth(i)) for i in range(2)]
     page.locator(".answer").nth(1).get_by_role("button", name="Go on with this").click()
     bodies: list[list[str]] = []
-    page.on("request", lambda request: bodies.append(contents(request.post_data)) if "/v1/chat" in request.url else None)
+    page.on(
+        "request", lambda request: bodies.append(contents(request.post_data)) if "/v1/chat" in request.url else None
+    )
     ask(page, "Go on.")
     ended(page, 4)
     assert bodies == [["Tell me a story.", texts[1], "Go on."]] * 2

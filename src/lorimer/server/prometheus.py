@@ -80,9 +80,7 @@ class _Scheduler(Collector):
             yield gauge
 
     def _memory(self, served: Sequence[ServedModel]) -> Iterator[Metric]:
-        gauge = GaugeMetricFamily(
-            "lorimer_engine_resident_bytes", "Memory of a model's engines.", labels=["model"]
-        )
+        gauge = GaugeMetricFamily("lorimer_engine_resident_bytes", "Memory of a model's engines.", labels=["model"])
         for model in served:
             if (total := resident_bytes(model.pids)) is not None:
                 gauge.add_metric([model.name], float(total))

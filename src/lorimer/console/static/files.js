@@ -9,14 +9,17 @@ export function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** Let the user choose a file. Return its text, or null if none was chosen. */
+/** Let the user choose a file. Return `{name, text}`, or null if none was chosen. */
 export function openFile(accept) {
   return new Promise((resolve, reject) => {
     const field = h("input", {
       type: "file",
       accept,
       oncancel: () => resolve(null),
-      onchange: () => field.files[0].text().then(resolve, reject),
+      onchange: () => {
+        const [file] = field.files;
+        file.text().then((text) => resolve({ name: file.name, text }), reject);
+      },
     });
     field.click();
   });

@@ -146,6 +146,7 @@ class Playground {
       this.#compare,
       checkBox("Shade by probability", memory.isShaded, (isOn) => this.#set({ isShaded: isOn })),
       this.#scored,
+      h("a", { class: "button quiet", href: "/console/playground/prompts" }, "Prompt sets"),
       this.#files,
     ];
   }
@@ -350,9 +351,9 @@ class Playground {
 
   async #import() {
     try {
-      const text = await openFile(".json,application/json");
-      if (text === null) return;
-      const { mode, system, fork } = fromDocument(JSON.parse(text));
+      const file = await openFile(".json,application/json");
+      if (file === null) return;
+      const { mode, system, fork } = fromDocument(JSON.parse(file.text));
       memory.forks[mode] = fork;
       if (mode === "chat") this.#system.querySelector("textarea").value = memory.system = system;
       this.#set({ mode });
