@@ -76,9 +76,9 @@ export class ModelPicker {
   #copy = h("span");
 
   #set(value) {
-    this.value = value;
     this.input.value = this.#labelOf(value);
-    this.input.title = value;
+    if (value === this.value) return; // keep the button: leaving the field for it must not replace it
+    this.value = this.input.title = value;
     replace(this.#copy, value && copyButton(value, "Copy path"));
   }
 
