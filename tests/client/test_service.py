@@ -68,7 +68,9 @@ async def test_runs_and_checkpoints(service, trainer):
     assert (run.training_run_id, run.base_model, run.lora_rank) == (trainer.model_id, "lorimer/debug", 4)
     assert trainer.model_id in {one.training_run_id for one in rest.list_training_runs(limit=50).result().training_runs}
     assert [one.tinker_path for one in rest.list_checkpoints(trainer.model_id).result().checkpoints] == [path]
-    assert path in {one.tinker_path for one in (await rest.list_user_checkpoints_async()).checkpoints}
+    mine = {one.tinker_path: one for one in (await rest.list_user_checkpoints_async()).checkpoints}
+    tracked = rest.get_run(trainer.model_id).result()
+    assert (mine[path].run_id, mine[path].run_name) == (tracked.run_id, tracked.name)
     assert (await rest.get_weights_info_by_tinker_path(path)).lora_rank == 4
     await rest.publish_checkpoint_from_tinker_path_async(path)
     await rest.set_checkpoint_ttl_from_tinker_path_async(path, None)

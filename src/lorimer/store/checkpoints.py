@@ -12,7 +12,7 @@ from sqlalchemy import delete as delete_rows
 
 from lorimer.errors import InvalidInput
 from lorimer.store import evaluations
-from lorimer.store.tables import checkpoints, insert, weights
+from lorimer.store.tables import checkpoints, insert, runs, tracked_runs, weights
 from lorimer.store.values import new_id, utc_now
 from lorimer.store.weights import Weights
 
@@ -115,6 +115,17 @@ def list_for_user(c: Connection, user_id: str, limit: int, offset: int) -> tuple
     total = c.execute(select(func.count()).select_from(checkpoints).where(wanted)).scalar_one()
     page = _joined().where(wanted).order_by(*_NEWEST_FIRST).limit(limit).offset(offset)
     return [_record(row) for row in c.execute(page)], total
+
+
+def names_of_runs(c: Connection, user_id: str) -> dict[str, tuple[str, str]]:
+    """Return the id and the name of the run of each training run with a checkpoint of the user."""
+    found = (
+        select(runs.c.model_id, tracked_runs.c.run_id, tracked_runs.c.name)
+        .join(tracked_runs, tracked_runs.c.run_id == runs.c.run_id)
+        .where(tracked_runs.c.user_id == user_id)
+        .where(runs.c.model_id.in_(select(checkpoints.c.model_id).where(checkpoints.c.user_id == user_id)))
+    )
+    return {model_id: (run_id, name) for model_id, run_id, name in c.execute(found)}
 
 
 def last_of_run(c: Connection, model_id: str, kind: CheckpointKind) -> Checkpoint | None:

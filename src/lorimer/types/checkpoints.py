@@ -161,6 +161,9 @@ class Checkpoint(Response):
     expires_at: datetime | None = None
     step: int | None = None
     """The optimizer steps that the run had done."""
+    run_id: str | None = None
+    """The run that its training run is a part of; only in the list of the caller's checkpoints."""
+    run_name: str | None = None
 
 
 class CheckpointsListResponse(Response):

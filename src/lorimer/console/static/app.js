@@ -2,6 +2,7 @@
 // shortcuts. A page is a module with `title` and `render(root, context)`; aborting its signal ends it.
 
 import { get, setKey } from "./api.js";
+import { forgetAll } from "./conversation_files.js";
 import { badge, button, empty, h, pageHead, replace, svg, toast } from "./dom.js";
 
 const PAGES = [
@@ -11,6 +12,7 @@ const PAGES = [
   { path: "runs/:run/rollouts", module: "rollouts" },
   { path: "training_runs/:run", module: "run" }, // URLs of the SDK
   { path: "playground", module: "playground" },
+  { path: "playground/prompts", module: "prompts" },
   { path: "checkpoints", module: "checkpoints" },
   { path: "checkpoints/:run/:checkpoint", module: "checkpoints" },
   { path: "checkpoints/:run/:segment/:name", module: "checkpoints" },
@@ -201,7 +203,7 @@ function drawNavigation() {
 }
 
 function markNavigation(module) {
-  const shown = ["run", "rollouts"].includes(module) ? "runs" : module;
+  const shown = { run: "runs", rollouts: "runs", prompts: "playground" }[module] ?? module;
   for (const link of document.querySelectorAll("#nav a")) {
     if (link.dataset.module === shown) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -245,6 +247,7 @@ async function loadAccount() {
 
 function signOut() {
   setKey("");
+  forgetAll();
   account = null;
   drawTop();
   navigate("/console/signin");

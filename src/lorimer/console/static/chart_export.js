@@ -10,13 +10,6 @@ const FONT = "system-ui, sans-serif";
 const HEAD = 26; // pixels for the title
 const LINE = 18; // pixels for each line of the legend
 
-/** Save a blob under a name. */
-export function save(blob, name) {
-  const url = URL.createObjectURL(blob);
-  h("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
-}
-
 /** Return a file name for a metric. */
 export const fileName = (chart, ending) => `${chart.name.replace(/[^\w.-]+/g, "_").slice(0, 80) || "chart"}.${ending}`;
 

@@ -1,7 +1,8 @@
 // The buttons of a chart: pin it, show it on the whole screen, and export what it shows.
 
 import { button, h, toast } from "./dom.js";
-import { csvText, fileName, png, save, svgText } from "./chart_export.js";
+import { csvText, fileName, png, svgText } from "./chart_export.js";
+import { save } from "./files.js";
 
 /** Build the buttons of a chart; `onPin()` is called with a click on the pin, if there is one. */
 export function chartTools(chart, onPin = null) {

@@ -2,11 +2,11 @@
 // by the page of a run and the page of checkpoints.
 
 import { del, get, part, post, put, downloadSigned } from "./api.js";
-import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, table, toast } from "./dom.js";
+import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, short, table, toast } from "./dom.js";
 import { scoreTags } from "./scores.js";
 
 const KINDS = { training: "training state", sampler: "sampler", external: "export" };
-const LIFETIMES = [
+export const LIFETIMES = [
   ["", "keep for ever"],
   ["3600", "one hour from now"],
   ["86400", "one day from now"],
@@ -20,29 +20,45 @@ export function partsOf(path) {
   return { run, segment, name };
 }
 
-function endpoint(checkpoint, rest = "") {
+/** Return the path of the API that changes a checkpoint. */
+export function endpoint(checkpoint, rest = "") {
   const { run, segment, name } = partsOf(checkpoint.tinker_path);
   return `/api/v1/training_runs/${part(run)}/checkpoints/${part(segment)}/${part(name)}${rest}`;
 }
 
 /**
  * Build a table of checkpoints from the API. Calls `changed` after each change; `withRun` adds the run, `scores` (a Map
- * from paths to evaluations) the results of those that were evaluated.
+ * from paths to evaluations) the results of those that were evaluated, `box` a control that chooses one, `metric` a
+ * column `{name, value}`; `head(label, field, startsHigh)` returns a heading that sorts.
  */
-export function checkpointTable(checkpoints, { changed, withRun = false, isOwn = true, scores = null }) {
+export function checkpointTable(checkpoints, { changed, withRun, isOwn, scores, box, metric, head }) {
   const hasScores = checkpoints.some((c) => scores?.has(c.tinker_path));
   const columns = [
+    box && { label: "", class: "choose", value: box },
     {
       label: "Checkpoint",
+      head: head("Checkpoint", "name"),
       wide: true,
       value: (c) => h("div", { class: "stack" }, h("a", { href: pageOf(c) }, partsOf(c.tinker_path).name), metadata(c)),
     },
-    withRun && { label: "Run", class: "tight", value: (c) => runLink(partsOf(c.tinker_path).run) },
-    { label: "Kind", class: "tight", value: (c) => KINDS[c.checkpoint_type] || c.checkpoint_type },
+    withRun && {
+      label: "Run",
+      head: head("Run", "run"),
+      class: "tight",
+      value: (c) => runLink(partsOf(c.tinker_path).run, c.run_name),
+    },
+    { label: "Step", number: true, value: (c) => short(c.step) },
+    metric && { label: metric.name, head: head(metric.name, "metric"), number: true, value: metric.value },
+    {
+      label: "Kind",
+      head: head("Kind", "kind"),
+      class: "tight",
+      value: (c) => KINDS[c.checkpoint_type] || c.checkpoint_type,
+    },
     hasScores && { label: "Scores", value: (c) => scoreTags(scores.get(c.tinker_path)) },
-    { label: "Saved", value: (c) => ago(c.time) },
-    { label: "Size", number: true, value: (c) => bytes(c.size_bytes) },
-    { label: "Ends", class: "tight", value: (c) => (c.expires_at ? ago(c.expires_at) : "never") },
+    { label: "Saved", head: head("Saved", "saved", true), value: (c) => ago(c.time) },
+    { label: "Size", head: head("Size", "size", true), number: true, value: (c) => bytes(c.size_bytes) },
+    { label: "Ends", head: head("Ends", "ends"), class: "tight", value: (c) => (c.expires_at ? ago(c.expires_at) : "never") },
     { label: "Access", value: (c) => (c.public ? badge("ok", "published") : "private") },
     { label: "", class: "row-actions", value: (c) => checkpointActions(c, changed, isOwn) },
   ].filter(Boolean);

@@ -2,7 +2,7 @@
 // URL contains all choices, so that a link shows the same view. curve_sections.js arranges the charts.
 
 import { get, part } from "./api.js";
-import { save } from "./chart_export.js";
+import { save } from "./files.js";
 import { chartTools } from "./chart_tools.js";
 import { MetricChart, colour } from "./charts.js";
 import { AXES, curveControls } from "./curve_controls.js";

@@ -114,6 +114,15 @@ export function table(columns, rows, attrs) {
   );
 }
 
+/** Build the heading of a column that sorts by it: first by the likelier direction, then by the other one. */
+export function sortButton(label, field, sort, startsHigh, onsort) {
+  const isSorted = sort.replace("-", "") === field;
+  const isDescending = sort.startsWith("-");
+  const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
+  const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
+  return button(label + mark, () => onsort(next), { class: "sort", title: `Sort by ${label.toLowerCase()}` });
+}
+
 /** Build an empty state: what is missing, what to do next, and a command to copy. */
 export function empty(title, hint, command) {
   return h(

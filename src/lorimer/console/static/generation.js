@@ -1,17 +1,18 @@
-// Generates one answer through the OpenAI-compatible API: builds the request and parses the chunks of the stream. The
+// Generates answers through the OpenAI-compatible API: builds the request and parses the chunks of the stream. The
 // playground renders them.
 
 import { ApiError, post, stream } from "./api.js";
 import { chatTokens, completionTokens } from "./tokens.js";
 
 const NUM_TOP = 5;
+export const MAX_SAMPLES = 16;
 
 /**
- * Request the next message after `messages`. Calls `onPart` with those of `{text, reasoning, tokens, finish, usage}`
- * that a chunk contains.
+ * Request `n` answers to `messages`. Calls `onPart(index, part)` with those of `{text, reasoning, tokens, finish}` that a
+ * chunk contains, and `onPart(null, {usage})` with the tokens of all answers together.
  */
-export function chat({ model, messages, settings }, onPart, signal) {
-  const body = { model, messages, ...sampling(settings), logprobs: true, top_logprobs: NUM_TOP, ...STREAMED };
+export function chat({ model, messages, n = 1, settings }, onPart, signal) {
+  const body = { model, messages, n, ...sampling(settings), logprobs: true, top_logprobs: NUM_TOP, ...STREAMED };
   return follow(
     "/v1/chat/completions",
     body,
@@ -25,16 +26,22 @@ export function chat({ model, messages, settings }, onPart, signal) {
   );
 }
 
-/** Request the completion of `prompt`; with `scored`, the response starts with the prompt and its logprobs. */
-export async function complete({ model, prompt, scored, settings }, onPart, signal) {
+/** Request `n` completions of `prompt`; with `scored`, each starts with the prompt and its logprobs. */
+export async function complete({ model, prompt, n = 1, scored, settings }, onPart, signal) {
   const part = (choice) => ({ text: choice.text, tokens: completionTokens(choice.logprobs) });
-  const body = { model, prompt, ...sampling(settings), logprobs: NUM_TOP };
+  const body = { model, prompt, n, ...sampling(settings), logprobs: NUM_TOP };
   if (!scored) return follow("/v1/completions", { ...body, ...STREAMED }, part, onPart, signal);
-  const {
-    choices: [choice],
-    usage,
-  } = await post("/v1/completions", { ...body, echo: true }, signal);
-  onPart({ ...part(choice), finish: choice.finish_reason, usage });
+  const { choices, usage } = await post("/v1/completions", { ...body, echo: true }, signal);
+  for (const choice of choices) onPart(choice.index, { ...part(choice), finish: choice.finish_reason });
+  onPart(null, { usage });
+}
+
+/** Request one answer without a stream: `{text, finish, tokens}`. */
+export async function answer({ model, messages, settings }, signal) {
+  const body = { model, messages, ...sampling(settings), logprobs: true };
+  const { choices } = await post("/v1/chat/completions", body, signal);
+  const [{ message, finish_reason: finish, logprobs }] = choices;
+  return { text: message.content || "", finish, tokens: chatTokens(logprobs) };
 }
 
 const STREAMED = { stream: true, stream_options: { include_usage: true } };
@@ -50,9 +57,8 @@ async function follow(path, body, partOf, onPart, signal) {
         return;
       }
       if (data.error) throw new ApiError(200, data.error.code, data.error.message);
-      const [choice] = data.choices;
-      if (choice) onPart({ ...partOf(choice), finish: choice.finish_reason });
-      if (data.usage) onPart({ usage: data.usage });
+      for (const choice of data.choices) onPart(choice.index, { ...partOf(choice), finish: choice.finish_reason });
+      if (data.usage) onPart(null, { usage: data.usage });
     },
     signal,
   );
@@ -69,6 +75,20 @@ export function sampling(settings) {
   const stop = settings.stop.split("\n").filter(Boolean).map(unescaped);
   if (stop.length) body.stop = stop;
   return body;
+}
+
+/** Return the number of samples, or throw if it is not one that the playground shows. */
+export function numSamples(text) {
+  const count = Number(String(text).trim() || "1");
+  if (!Number.isInteger(count) || count < 1 || count > MAX_SAMPLES)
+    throw new Error(`the number of samples is ${JSON.stringify(text)}; 1 to ${MAX_SAMPLES} are accepted`);
+  return count;
+}
+
+/** Return the mean logprob of sampled tokens, or null if there are none. */
+export function meanLogprob(tokens) {
+  const known = tokens.filter((token) => token.logprob !== null);
+  return known.length ? known.reduce((sum, token) => sum + token.logprob, 0) / known.length : null;
 }
 
 /** Unescape typed `\n`, `\t` and `\\`. */

@@ -1,7 +1,7 @@
 // A combobox for a base model or a checkpoint: choose from a list that filters while typing, or paste a path.
 
 import { get } from "./api.js";
-import { h, replace } from "./dom.js";
+import { copyButton, h, replace, short, shortRun } from "./dom.js";
 
 const MAX_SHOWN = 50;
 const MAX_CHECKPOINTS = 2000;
@@ -13,21 +13,33 @@ export async function loadModels(signal) {
     get("/v1/models", null, signal),
     get("/api/v1/checkpoints", { limit: MAX_CHECKPOINTS }, signal),
   ]);
-  const paths = [...saved.checkpoints.map((one) => one.tinker_path), ...models.data.map((one) => one.id)];
-  const choices = [...new Set(paths)].map(choice).filter((one) => one.rank < OTHER);
+  const known = new Map(saved.checkpoints.map((one) => [one.tinker_path, one]));
+  for (const { id } of models.data) if (!known.has(id)) known.set(id, null);
+  const choices = [...known].map(([id, checkpoint]) => choice(id, checkpoint)).filter((one) => one.rank < OTHER);
   return choices.sort((a, b) => a.rank - b.rank);
 }
 
 const OTHER = 3;
+const PATH = /^tinker:\/\/([^/]+)\/(sampler_weights|weights|external_weights)\/(.+)$/;
 
-function choice(id) {
-  const found = /^tinker:\/\/([^/]+)\/(sampler_weights|weights|external_weights)\/(.+)$/.exec(id);
+function choice(id, checkpoint) {
+  const found = PATH.exec(id);
   if (!found) return { id, name: id, group: "base model", rank: 0 };
   const rank = { sampler_weights: 1, weights: 2 }[found[2]] || OTHER;
-  return { id, name: found[3], group: `${rank === 1 ? "sampler" : "training"} checkpoint of ${found[1]}`, rank };
+  const group = `${rank === 1 ? "sampler" : "training"} checkpoint of ${found[1]}`;
+  return { id, name: nameOf(id, checkpoint), group, rank };
 }
 
-/** The field; read `value`. Calls `onchange` with each new value. */
+/** Name a model: the run, step and name of a checkpoint; the end of the run's id if the run is not known. */
+export function nameOf(model, checkpoint = null) {
+  const [, run, , name] = PATH.exec(model) || [];
+  if (!run) return model || "no model";
+  if (!checkpoint?.run_name) return `${name} (${shortRun(run)})`;
+  const step = typeof checkpoint.step === "number" ? ` · step ${short(checkpoint.step)}` : "";
+  return `${checkpoint.run_name}${step} · ${name}`;
+}
+
+/** The field; read `value`, an id. Shows the name of a known model, and calls `onchange` with each new id. */
 export class ModelPicker {
   constructor({ label, value, choices, onchange }) {
     const id = `picker-${++numPickers}`;
@@ -38,7 +50,6 @@ export class ModelPicker {
       id,
       type: "text",
       role: "combobox",
-      value,
       placeholder: "base model or tinker:// path",
       spellcheck: "false",
       autocomplete: "off",
@@ -52,9 +63,9 @@ export class ModelPicker {
       onchange: () => this.#commit(this.input.value),
       onkeydown: (event) => this.#key(event),
     });
-    this.input.title = value;
-    this.node = h("div", { class: "picker" }, h("label", { for: id }, label), this.input, this.#list);
-    this.value = value;
+    const head = h("div", { class: "row" }, h("label", { for: id }, label), this.#copy);
+    this.node = h("div", { class: "picker" }, head, this.input, this.#list);
+    this.#set(value);
   }
 
   #choices;
@@ -62,10 +73,22 @@ export class ModelPicker {
   #list;
   #found = [];
   #active = -1;
+  #copy = h("span");
+
+  #set(value) {
+    this.input.value = this.#labelOf(value);
+    if (value === this.value) return; // keep the button: leaving the field for it must not replace it
+    this.value = this.input.title = value;
+    replace(this.#copy, value && copyButton(value, "Copy path"));
+  }
+
+  #labelOf(value) {
+    return this.#choices().find((one) => one.id === value)?.name ?? value;
+  }
 
   #open(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = this.#choices().filter((one) => words.every((word) => one.id.toLowerCase().includes(word)));
+    const fits = this.#choices().filter((one) => words.every((word) => `${one.name} ${one.id}`.toLowerCase().includes(word)));
     this.#found = fits.slice(0, MAX_SHOWN);
     this.#active = -1;
     const rest = fits.length - this.#found.length;
@@ -120,7 +143,7 @@ export class ModelPicker {
       this.#close();
     } else if (event.key === "Escape" && isOpen) {
       event.preventDefault();
-      this.input.value = this.value;
+      this.#set(this.value);
       this.#close();
     }
   }
@@ -141,11 +164,13 @@ export class ModelPicker {
     this.#close();
   }
 
+  /** Take an id or the name of a known model. */
   #commit(text) {
-    const value = text.trim();
-    this.input.value = this.input.title = value;
-    if (value === this.value) return;
-    this.value = value;
-    this.#onchange(value);
+    const typed = text.trim();
+    const isSame = typed === this.#labelOf(this.value);
+    const value = isSame ? this.value : (this.#choices().find((one) => one.name === typed)?.id ?? typed);
+    const isNew = value !== this.value;
+    this.#set(value);
+    if (isNew) this.#onchange(value);
   }
 }

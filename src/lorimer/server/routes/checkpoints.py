@@ -170,8 +170,15 @@ async def list_user_checkpoints(request: Request) -> Response:
         everything, _ = await store.read(checkpoints.list_for_user, user_id, 2**31, 0)
         readable_ones = readable(request, everything)
         found, total = readable_ones[offset : offset + limit], len(readable_ones)
+    names = await store.read(checkpoints.names_of_runs, user_id)
     cursor = types.Cursor(offset=offset, limit=limit, total_count=total)
-    return reply(types.CheckpointsListResponse(checkpoints=[shown_checkpoint(one) for one in found], cursor=cursor))
+    return reply(types.CheckpointsListResponse(checkpoints=[named(one, names) for one in found], cursor=cursor))
+
+
+def named(checkpoint: Checkpoint, names: dict[str, tuple[str, str]]) -> types.Checkpoint:
+    """Describe a checkpoint with the id and the name of its run; a copy has none."""
+    run_id, run_name = names.get(checkpoint.model_id, (None, None))
+    return shown_checkpoint(checkpoint).model_copy(update={"run_id": run_id, "run_name": run_name})
 
 
 # ── one checkpoint ────────────────────────────────────────────────────────────────────────────────────

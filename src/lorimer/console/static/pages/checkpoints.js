@@ -1,7 +1,8 @@
 // Lists the user's checkpoints, and shows one checkpoint with its actions.
 
 import { get, part } from "../api.js";
-import { checkpointActions, checkpointTable, partsOf } from "../checkpoint_actions.js";
+import { checkpointActions, partsOf } from "../checkpoint_actions.js";
+import { CheckpointList } from "../checkpoint_list.js";
 import {
   ago,
   badge,
@@ -40,7 +41,8 @@ async function renderAll(root, { query, signal, live, setQuery }) {
   const filter = { text: query.get("q") || "", kind: query.get("kind") || "" };
   let found = { checkpoints: [], total: 0, evaluations: [] };
   let numShown = PER_PAGE;
-  const list = h("div", null);
+  const rest = h("div");
+  const nothingFound = h("div");
   const summary = h("p", { class: "muted", role: "status" });
   const draw = () => {
     const fits = found.checkpoints.filter((one) => matches(one, filter));
@@ -51,11 +53,11 @@ async function renderAll(root, { query, signal, live, setQuery }) {
       `${fits.length} of ${found.total} checkpoints, ${bytes(size)}`,
       isPart && `; the newest ${found.checkpoints.length} are searched`,
     );
+    list.set({ checkpoints: fits, scores: scoresByModel(found.evaluations), numShown });
+    list.node.hidden = !fits.length;
+    replace(nothingFound, !fits.length && nothing(found.total));
     redraw(
-      list,
-      fits.length
-        ? checkpointTable(fits.slice(0, numShown), { changed, withRun: true, scores: scoresByModel(found.evaluations) })
-        : nothing(found.total),
+      rest,
       fits.length > numShown && button(`Show more of ${fits.length}`, () => ((numShown += PER_PAGE), draw())),
     );
   };
@@ -74,7 +76,10 @@ async function renderAll(root, { query, signal, live, setQuery }) {
     setQuery({ q: filter.text, kind: filter.kind });
     draw();
   };
-  root.append(pageHead("Checkpoints"), panel(null, filters(filter, choose), summary, list));
+  const state = { sort: query.get("sort"), metric: query.get("metric") };
+  const list = new CheckpointList({ state, onstate: setQuery, changed, signal, withRun: true });
+  const head = pageHead("Checkpoints");
+  root.append(head, panel(null, filters(filter, choose), summary, list.node, nothingFound, rest));
   await live(load, 10);
 }
 

@@ -3,6 +3,7 @@
 
 import { get, part } from "../api.js";
 import { badge, button, choice, copyButton, empty, h, pageHead, replace, searchBox, short, toast } from "../dom.js";
+import { save } from "../files.js";
 import { rolloutsProgram } from "../getting_started.js";
 import { whenChanged } from "../redraw.js";
 import { histogram, stepStrip } from "../rollout_charts.js";
@@ -150,11 +151,11 @@ class Viewer {
     this.splits = menu("Split", "all splits", this.chosen.split, (split) => this.choose({ split, bin: "" }));
     this.stops = menu("Stop reason", "any stop", this.chosen.stop, (stop) => this.choose({ stop, bin: "" }));
     const sorts = choice("Sort", SORTS, sort, (value) => this.choose({ sort: value }));
-    const save = button("Export JSONL", (event) => this.exportLines(event.currentTarget), {
+    const saver = button("Export JSONL", (event) => this.exportLines(event.currentTarget), {
       class: "quiet small",
       title: "Download the rollouts of this list with all their turns",
     });
-    replace(this.controls, search, this.splits.element, this.stops.element, sorts, save);
+    replace(this.controls, search, this.splits.element, this.stops.element, sorts, saver);
     replace(
       this.element,
       h("section", { class: "panel" }, this.steps, h("div", { class: "rollout-charts" }, this.strip.element, this.bins)),
@@ -395,9 +396,7 @@ class Viewer {
         after = page.next_cursor ?? undefined;
         pressed.textContent = `${short(lines.length)} of ${short(this.total)}`;
       }
-      const url = URL.createObjectURL(new Blob(lines, { type: "application/jsonl" }));
-      h("a", { href: url, download: "rollouts.jsonl" }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 10_000);
+      save(new Blob(lines, { type: "application/jsonl" }), "rollouts.jsonl");
     } catch (error) {
       if (!this.signal.aborted && error.status !== 401) toast(error.message, "bad");
     } finally {

@@ -1,7 +1,7 @@
 // Shows one run: its charts, alone or compared with others, configuration, checkpoints and operations.
 
 import { get, part } from "../api.js";
-import { checkpointTable } from "../checkpoint_actions.js";
+import { CheckpointList } from "../checkpoint_list.js";
 import { Curves } from "../curves.js";
 import {
   ago,
@@ -55,9 +55,16 @@ export async function render(root, context) {
     redraw(view.identity, runFacts(run));
     replace(view.actions, runActions(run, () => refresh(view), view.gone));
   });
-  view.drawCheckpoints = whenChanged((found) =>
-    redraw(view.checkpoints, checkpointsOf(found.checkpoints, found.evaluations, changed, Boolean(session))),
-  );
+  const state = { sort: context.query.get("saved_sort"), metric: context.query.get("saved_metric") };
+  const onstate = (values) =>
+    context.setQuery(Object.fromEntries(Object.entries(values).map(([name, value]) => [`saved_${name}`, value])));
+  const isOwn = Boolean(session);
+  const list = new CheckpointList({ state, onstate, changed, signal, isOwn, runId: tracked?.run_id });
+  view.drawCheckpoints = whenChanged(({ checkpoints, evaluations }) => {
+    list.set({ checkpoints, scores: scoresByModel(evaluations) });
+    if (checkpoints.length && list.node.isConnected) return; // moving it would lose the focus
+    replace(view.checkpoints, checkpoints.length ? list.node : noCheckpoints());
+  });
   view.drawOperations = whenChanged((found) => redraw(view.operations, operationsOf(found, view)));
   await live(async () => {
     await refresh(view);
@@ -194,10 +201,7 @@ function sessionLink(runId, session) {
   return h("a", { href: `/console/sessions/${part(id)}` }, session.display_name || id);
 }
 
-function checkpointsOf(checkpoints, evaluations, changed, isOwn) {
-  if (!checkpoints.length) return empty("No checkpoint yet.", "Save one from the program that trains:", saveProgram());
-  return checkpointTable(checkpoints, { changed, isOwn, scores: scoresByModel(evaluations) });
-}
+const noCheckpoints = () => empty("No checkpoint yet.", "Save one from the program that trains:", saveProgram());
 
 function operationsOf(operations, view) {
   const hidden = operations.length - view.numListed;

@@ -3,7 +3,7 @@
 
 import { get, part } from "../api.js";
 import { ago, badge, button, choice, empty, formDialog, h, pageHead, panel, replace, runLink, searchBox } from "../dom.js";
-import { short, shortRun, span, table } from "../dom.js";
+import { short, shortRun, sortButton, span, table } from "../dom.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 import { Scatter } from "../scatter.js";
@@ -332,7 +332,10 @@ function runTable(runs, state, compare, change) {
     });
     return box;
   };
-  const sorted = (label, field, more) => ({ label, head: sortButton(label, field, state, change), ...more });
+  const onsort = (sort) => change({ sort }, { sort: sort === "-created" ? null : sort });
+  const startsHigh = (field) => ["created", "duration", "steps"].includes(field) || field.startsWith("max.");
+  const head = (label, field) => sortButton(label, field, state.sort, startsHigh(field), onsort);
+  const sorted = (label, field, more) => ({ label, head: head(label, field), ...more });
   return table(
     [
       { label: "Compare", class: "tight", value: tick },
@@ -351,19 +354,6 @@ function runTable(runs, state, compare, change) {
 }
 
 const shown = (value) => (typeof value === "number" ? short(value) : (value ?? "–"));
-
-/** Build the heading of a column that sorts by it: first the best guess of a direction, then the other one. */
-function sortButton(label, field, state, change) {
-  const isSorted = state.sort.replace("-", "") === field;
-  const isDescending = state.sort.startsWith("-");
-  const startsHigh = ["created", "duration", "steps"].includes(field) || field.startsWith("max.");
-  const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
-  const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
-  return button(label + mark, () => change({ sort: next }, { sort: next === "-created" ? null : next }), {
-    class: "sort",
-    title: `Sort by ${label.toLowerCase()}`,
-  });
-}
 
 /** Build the link of a run with its id and session below. */
 function nameOf(run) {

@@ -1,6 +1,7 @@
 // Signs in with an API key, and out again. The key is validated before it is stored, in this browser only.
 
 import { key, setKey, tryKey } from "../api.js";
+import { forgetAll } from "../conversation_files.js";
 import { button, commandBlock, h, pageHead, panel } from "../dom.js";
 
 export const title = "Sign in";
@@ -80,6 +81,7 @@ function signedIn(account) {
 /** Reload the page, so that nothing loaded with the key stays in memory. */
 function signOut() {
   setKey("");
+  forgetAll();
   location.assign("/console/signin");
 }
 
@@ -89,7 +91,7 @@ function notes() {
     h(
       "p",
       null,
-      "The key is kept in this browser (localStorage) until you sign out, and sent to this server only. Nothing else is kept but the theme, if you chose one: conversations of the playground end with the page.",
+      "The key is kept in this browser (localStorage) until you sign out, and sent to this server only. The conversations of the playground are kept until you clear them or sign out; choices such as the theme and prompt sets stay.",
     ),
     h("p", null, "The operator creates keys on the server's machine:"),
     commandBlock("lorimer key create NAME"),
