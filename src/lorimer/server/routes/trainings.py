@@ -25,7 +25,7 @@ from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import look_up, quote_id
 from lorimer.server.routes.queries import PAGE, query_page
 from lorimer.server.routes.replies import done, reply
-from lorimer.server.trainings import DATA_FILE, HELD_OUT_FILE, OWN_SETTINGS
+from lorimer.server.trainings import DATA_FILE, HELD_OUT_FILE, OWN_SETTINGS, SAVE_EVERY
 from lorimer.store import trainings
 from lorimer.store.trainings import StoredTraining
 from lorimer.types import trainings as wire
@@ -123,6 +123,7 @@ async def read_kinds(context: Context) -> dict[str, Any]:
 def offered(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a kind without the settings that the server decides."""
     properties = {name: one for name, one in schema["properties"].items() if name not in OWN_SETTINGS}
+    properties["save_every"] = properties["save_every"] | {"default": SAVE_EVERY}
     return schema | {"properties": properties, "required": [one for one in schema["required"] if one in properties]}
 
 
