@@ -144,12 +144,13 @@ def user_of(request: Request) -> User:
     return user
 
 
-def user_quotas(request: Request, stored_bytes: int = 0) -> UserQuotas:
+def user_quotas(request: Request, stored_bytes: int = 0, rollout_bytes: int = 0) -> UserQuotas:
     """Return the caller's quotas: their own, or the server's settings."""
     user, settings = user_of(request), context_of(request).settings
     own_bytes, own_rate = user.max_stored_bytes, user.requests_per_second
     return UserQuotas(
         stored_bytes=stored_bytes,
+        rollout_bytes=rollout_bytes,
         max_stored_bytes=(settings.max_stored_bytes if own_bytes is None else own_bytes) or None,
         requests_per_second=(settings.requests_per_second if own_rate is None else own_rate) or None,
     )
