@@ -228,6 +228,7 @@ futures = Table(
     partial_index("ix_futures_fetched_holds_bytes", "fetched_at", where="holds_bytes"),
     partial_index("ix_futures_errors", "user_id", "finished_at", where="error IS NOT NULL"),
     partial_index("ix_futures_place", "place", where="state = 'queued'"),
+    partial_index("ix_futures_deaths", "lane", "seq_id", where="deaths > 0"),
 )
 
 owners = Table(
@@ -586,7 +587,6 @@ trainings = Table(
     *(time_column(name) for name in ("created_at", "started_at")),
     time_column("finished_at", null=True),
     Index(None, "user_id", "created_at"),
-    partial_index("ix_trainings_running", "training_id", where="state = 'running'"),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, text, update
+from sqlalchemy import Connection, delete, func, select, update
 
 from lorimer.errors import TooLarge
 from lorimer.store.tables import insert, trainings
@@ -39,7 +39,7 @@ class StoredTraining:
 
 
 _COLUMNS = [trainings.c[field.name] for field in fields(StoredTraining)]
-_IS_RUNNING = text("state = 'running'")  # as the partial index has it
+_IS_RUNNING = trainings.c.state == "running"
 
 
 def add(c: Connection, values: Mapping[str, Any]) -> StoredTraining:
@@ -73,6 +73,7 @@ def list_trainings(c: Connection, user_id: str, limit: int, offset: int) -> tupl
 
 
 def list_running(c: Connection) -> list[StoredTraining]:
+    """Return what a server left running; reads the whole table, once at its start."""
     return [record(StoredTraining, row) for row in c.execute(select(*_COLUMNS).where(_IS_RUNNING))]
 
 

@@ -1,4 +1,4 @@
-"""Trainings that the server starts for users in processes of its own."""
+"""Trainings that the server starts for users in processes of its own; an index of operations that an engine died of."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -28,7 +28,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("training_id", name=op.f("pk_trainings")),
     )
     op.create_index(op.f("ix_trainings_user_id_created_at"), "trainings", ["user_id", "created_at"], unique=False)
-    is_running = sa.text("state = 'running'")
+    has_deaths = sa.text("deaths > 0")
     op.create_index(
-        "ix_trainings_running", "trainings", ["training_id"], sqlite_where=is_running, postgresql_where=is_running
+        "ix_futures_deaths", "futures", ["lane", "seq_id"], sqlite_where=has_deaths, postgresql_where=has_deaths
     )
