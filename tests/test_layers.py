@@ -322,6 +322,7 @@ CONCERNS = {
     "tokenizers": "files of a base model's tokenizer",
     "tools": "calls that a model makes",
     "training": "operations that train a run",
+    "trainings": "trainings that the server runs for a user",
     "transcripts": "episodes as people read them",
     "usage": "tokens and checkpoints, counted",
 }

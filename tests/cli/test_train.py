@@ -78,6 +78,31 @@ def test_rl_tasks(train, folder, monkeypatch):
     assert found["state_path"].startswith("tinker://")
 
 
+def test_full_with_evaluation_tasks(base_url, train, folder):
+    """All weights are trained; the tasks run every eval_every steps, and results are stored beside checkpoints."""
+    data = write_rows(folder / "sums.jsonl", SUMS)
+    write_rows(folder / "asked.jsonl", SUMS[:5])
+    flags = ("full", "-m", "lorimer/tiny", "--data", data, "--batch-size", 4, "--steps", 4, "--learning-rate", 1e-4)
+    flags += ("--set", "eval_tasks=questions=asked.jsonl", "--set", "eval_limit=3", "--set", "eval_max_tokens=4")
+    flags += ("--set", "eval_every=2", "--set", "save_every=2", "--set", "keep=null", "--set", "name=all of it")
+    dry, _ = train(*flags, "--dry-run")
+    assert dry["eval_items"] == {"asked": 3} and dry["num_evaluations"] == 3
+    assert "3, each of 3 items of asked" in lorimer("train", *flags, "--dry-run", LORIMER_BASE_URL=base_url).stdout
+    found, _ = train(*flags)
+    assert found["log_dir"] == "runs/full" and "test/asked/accuracy" in found["metrics"]
+    listed = lorimer("eval", "list", "--run", found["state_path"], "-f", "json", LORIMER_BASE_URL=base_url)
+    stored = json.loads(listed.stdout)
+    assert [(one["step"], one["task"], one["num_items"]) for one in stored["evaluations"]] == [
+        (4, "asked", 3),
+        (2, "asked", 3),
+    ]
+    lines = read_jsonl(folder / "runs" / "full" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "test/asked/accuracy" in line] == [0, 2, 4]
+    trained = max(line.get("optim/num_parameters", 0) for line in lines)
+    assert trained > 500_000, "all of about 900,000, and not an adapter"
+    train(*flags, "--set", "eval_limit=2")  # what is measured may change when a run is resumed
+
+
 def test_dry_run(base_url, train, folder):
     """Counts agree with the training itself; nothing is left in the log directory or among the checkpoints."""
     long = {"question": "Count.", "answer": " ".join(map(str, range(60)))}
@@ -153,8 +178,10 @@ def test_resumes_after_kill_and_ends_the_same(base_url, folder):
         ),
         (["sft", "-c", "none.yaml"], "'none.yaml' cannot be read"),
         (["dpo", "--set", "beta"], "NAME=VALUE is accepted"),
-        (["schema", "ppo"], "there is no training 'ppo'; accepted are sft, rl, dpo, distill"),
+        (["schema", "ppo"], "there is no training 'ppo'; accepted are sft, rl, dpo, distill, full"),
         (["sft", "--set", "method=half"], "method is 'half'; lora or full is accepted"),
+        (["full", "--rank", "4"], "there is no setting 'rank'"),
+        (["full", "--set", "method=lora"], "there is no setting 'method'"),
     ],
 )
 def test_refusals(folder, arguments, told):

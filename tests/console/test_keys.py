@@ -80,5 +80,6 @@ def test_quotas_are_shown_with_what_is_used(keyed, open_page):
     for path in ("keys", "usage"):
         page.goto(f"/console/{path}")
         expect(page.locator(".quota")).to_contain_text(
-            "for all of your keys together: 0 B of the 20.0 GB of checkpoints you may store; 50 requests per second."
+            "for all of your keys together: 0 B of the 20.0 GB of checkpoints and rollouts you may store; "
+            "50 requests per second."
         )

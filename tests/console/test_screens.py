@@ -7,7 +7,8 @@ from playwright.sync_api import Page, expect
 
 import lorimer
 
-PAGES = ["", "runs", "playground", "checkpoints", "evaluations", "sessions", "usage", "replicas", "system", "keys"]
+PAGES = ["", "runs", "playground", "checkpoints", "evaluations", "trainings"]
+PAGES += ["sessions", "usage", "replicas", "system", "keys"]
 LUMINANCE = """node => {
     const linear = (value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
     const part = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((value) => linear(value / 255));

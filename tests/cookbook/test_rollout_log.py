@@ -70,7 +70,7 @@ async def test_rl_logs_its_groups_and_test_set(service, log_dir, logged):
         assert [one.advantage for one in several] == pytest.approx([value - sum(rewards) / 4 for value in rewards])
         assert len({one.prompt_key for one in several}) == 1
     one = found[0]
-    assert [turn.role for turn in one.content.turns] == ["prompt", "assistant"]
+    assert [turn.role for turn in one.content.turns] == ["user", "assistant"]
     assert "What is" in one.content.turns[0].content and one.num_tokens == len(one.content.turns[1].logprobs)
     assert {"correct", "format"} <= set(one.content.reward_parts) and one.stop_reason in ("stop", "length")
     assert one.tags == ["problems"] and "reference_answer" in one.content.turns[1].logs

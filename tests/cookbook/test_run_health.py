@@ -159,6 +159,25 @@ def test_it_is_told_once_and_again_later(log_dir, capsys):
     assert line["name"] == "skipped_steps" and "grad_clip_norm" in line["advice"]
 
 
+@pytest.mark.parametrize("resume_step", [1, 3, 4, 5, 6])
+def test_resumed_run_warns_as_an_undisturbed_one(log_dir, resume_step):
+    """The loss grows from the first steps on: the warning names the first loss, which only the file knows."""
+    losses = [0.707, 0.9, 0.6, 1.3, 1.5, 1.6, 1.7, 1.8]
+
+    def run(directory, start, end):
+        with open_log(directory, config={}, resume_step=start, sinks=["jsonl"]) as log:
+            for step in range(start, end):
+                log.log({"train/nll": losses[step], "optim/skipped": 0.0}, step)
+
+    whole, killed = log_dir / "whole", log_dir / "killed"
+    run(whole, 0, len(losses))
+    run(killed, 0, 7)  # lines after the checkpoint are computed again
+    run(killed, resume_step, len(losses))
+    assert "above the 0.707 it began with" in (whole / "health.jsonl").read_text("utf-8")
+    for name in ("health.jsonl", "metrics.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_nothing_is_written_while_nothing_is_wrong(log_dir):
     with open_log(log_dir, config={}, sinks=["jsonl"]) as log:
         log.log({"train/nll": 1.0}, 0)

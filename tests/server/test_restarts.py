@@ -6,11 +6,31 @@ import shutil
 import numpy as np
 import pytest
 
+from lorimer.types import TrainingRequest
 from tests.server.routes.conftest import LOSS, MODEL, Client, datum, sample_body
 
 WEIGHTS = np.array([1.0, -0.5, 0.0, 2.0, 0.25], np.float32)
 DATA = [datum(), datum(target_tokens=np.array([5, 6, 7, 8, 9], np.int64), weights=WEIGHTS)]
 LONG = {"num_samples": 8, "sampling_params": {"max_tokens": 400, "stop": []}}
+
+
+async def test_the_death_of_an_engine_is_part_of_the_run(serve):
+    """The engine is stopped, gets an operation, and is killed before it can answer."""
+    async with serve(snapshot_seconds=600) as (server, client):
+        run_id = await client.run()
+        await client.train(run_id, 1)
+        await client.step(run_id, 2)
+        assert (await client.fetch(f"runs/{run_id}"))["engine_deaths"] == []
+        (engine,) = server.engines()
+        engine.suspend()
+        promise = await client.submit(TrainingRequest(run_id, 3, DATA, "cross_entropy"))
+        # The driver has sent the first to the engine when it has accepted the second.
+        await client.submit(TrainingRequest(run_id, 4, DATA, "cross_entropy"))
+        engine.kill()
+        await client.poll(promise["request_id"], "application/x-protobuf")
+        (death,) = (await client.fetch(f"runs/{run_id}"))["engine_deaths"]
+        assert death["time"] and death["training_run_id"] == run_id
+        assert (death["kind"], death["step"], death["num_deaths"]) == ("forward_backward", 1, 1)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from lorimer.cli import (
     rollouts,
     session,
     train,
+    trainings,
     usage,
 )
 from lorimer.cli.commands import ServerOptions, cli_command
@@ -63,6 +64,7 @@ app.command(
 )(chat.chat)
 app.command(rich_help_panel=TRY, epilog=bench.EPILOG)(bench.bench)
 app.add_typer(train.app, name="train", rich_help_panel=TRAINING)
+app.add_typer(trainings.app, name="training", rich_help_panel=TRAINING)
 app.add_typer(data.app, name="data", rich_help_panel=TRAINING)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=TRAINING)
 app.add_typer(rollouts.app, name="run", rich_help_panel=WEIGHTS)

@@ -105,16 +105,31 @@ def distill(*, options: TrainOptions) -> None:
     train("distill", options)
 
 
-@app.command(epilog=examples("lorimer train schema sft > sft.schema.json"))
+@app.command(
+    epilog=examples(
+        "lorimer train full --config run.yaml",
+        "lorimer train full --model lorimer/tiny --data chats.jsonl --set eval_tasks=gsm8k --set eval_limit=100",
+    )
+)
 @partial(cli_command, extra="server,cookbook")
-def schema(kind: Annotated[str, typer.Argument(help="sft, rl, dpo or distill.")]) -> None:
+def full(*, options: TrainOptions) -> None:
+    """Fine-tune all weights of the model, not an adapter, on conversations in the forms of sft."""
+    train("full", options)
+
+
+@app.command(epilog=examples("lorimer train schema sft > sft.schema.json", "lorimer train schema | jq keys"))
+@partial(cli_command, extra="server,cookbook")
+def schema(
+    kind: Annotated[str | None, typer.Argument(help="sft, rl, dpo, distill or full; without it all of them.")] = None,
+) -> None:
     """Print the JSON schema of a file of settings, with which editors complete and check it."""
     from lorimer.cookbook.train.kinds import KINDS
     from lorimer.errors import InvalidInput
 
-    if kind not in KINDS:
+    if kind is not None and kind not in KINDS:
         raise InvalidInput(f"there is no training {kind!r}; accepted are {', '.join(KINDS)}")
-    print_json(KINDS[kind].schema(kind))
+    found = {name: one.schema(name) for name, one in KINDS.items()}
+    print_json(found if kind is None else found[kind])
 
 
 def train(name: "Name", options: TrainOptions, **flags: object) -> None:
@@ -177,6 +192,7 @@ def estimate_facts(found: dict[str, Any]) -> dict[str, object]:
     from datetime import timedelta
 
     problems = ", ".join(f"{count} {name}" for name, count in found["problems"].items())
+    tasks = ", ".join(f"{count} items of {name}" for name, count in found["eval_items"].items())
     memory = f"{size_text(found['engine_bytes'])} of the engine at its peak, {size_text(found['available_bytes'])} free"
     return {
         "examples": f"{found['num_examples']}, and {found['num_held_out']} held out",
@@ -186,6 +202,7 @@ def estimate_facts(found: dict[str, Any]) -> dict[str, object]:
         "wrong": f"{problems}; `lorimer data check` shows them" if problems else "nothing",
         "a step": f"{found['seconds_per_step']:.2g} s",
         "time": f"{timedelta(seconds=round(found['seconds']))}, without evaluations and checkpoints",
+        "evaluations": f"{found['num_evaluations']}{', each of ' + tasks if tasks else ''}",
         "memory": memory if found["engine_bytes"] else "",
         "learning rate": f"{found['learning_rate']:.3g}",
     }

@@ -22,6 +22,7 @@ from lorimer.client.futures import APIFuture, AwaitableConcurrentFuture
 from lorimer.client.metrics import metrics_path, read_metrics
 from lorimer.client.rollouts import RolloutsClient
 from lorimer.client.runs import RunsClient
+from lorimer.client.trainings import TrainingsClient
 from lorimer.client.transport import parse
 from lorimer.types.metrics import RunMetricsResponse
 from lorimer.types.replicas import ReplicasResponse
@@ -37,7 +38,7 @@ def _checkpoint_path(tinker_path: str) -> str:
     return f"/training_runs/{parsed.training_run_id}/checkpoints/{parsed.checkpoint_id}"
 
 
-class RestClient(AdminClient, RunsClient, RolloutsClient, EvaluationsClient, EpisodesClient):
+class RestClient(AdminClient, RunsClient, RolloutsClient, EvaluationsClient, TrainingsClient, EpisodesClient):
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(

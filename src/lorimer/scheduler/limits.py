@@ -37,7 +37,7 @@ class SchedulerLimits:
         int, Setting("Most sequences an engine samples concurrently; a request of more than that runs alone.", 1)
     ] = 384
     max_stored_bytes: Annotated[
-        int, Setting("Quota: most bytes of a user's checkpoints, more are refused with 429; 0 is no limit.", 0)
+        int, Setting("Quota: most bytes of a user's checkpoints and rollouts, more are refused with 429; 0 is none.", 0)
     ] = 0
     max_losses_per_session: Annotated[int, Setting("Most custom losses of one session.", 1)] = 64
     max_runs_per_session: Annotated[int, Setting("Most training runs of one session.", 1)] = 4096

@@ -39,6 +39,7 @@ from lorimer.server.run_summaries import Summariser
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
 from lorimer.server.system import Sampler
+from lorimer.server.trainings import Trainings
 from lorimer.server.upkeep import Periodic
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -124,6 +125,7 @@ async def running(settings: Settings) -> AsyncIterator[Context]:
         stack.push_async_callback(context.flush)
         stack.push_async_callback(context.drain)
         await context.scheduler.start()
+        await context.trainings.start()
         for job, seconds, name in (
             (context.flush, settings.heartbeat_flush_seconds, "flush"),
             (context.scheduler.sweep, settings.sweep_seconds, "sweep"),
@@ -192,4 +194,5 @@ async def open_context(settings: Settings, stack: AsyncExitStack) -> Context:
         rates=TokenBuckets(BURST_SECONDS),
         failed_lookups=TokenBuckets(GUESSES_SECONDS),
         decoders=Decoders(settings),
+        trainings=Trainings(settings, store, credentials, directory),
     )

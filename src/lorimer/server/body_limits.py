@@ -83,6 +83,14 @@ def evaluation_limits(settings: Settings) -> BodyLimits:
     return _capped_limits(settings, _EVALUATION_BYTES, "evaluations", json)
 
 
+def training_data_limits(settings: Settings) -> BodyLimits:
+    """Return the limits of rows sent as the text of a file: few JSON values, of which two are large."""
+    values = settings.max_json_values
+    json = JsonLimits(settings.max_json_depth, values, values // _VALUES_PER_CONTAINER)
+    # Quotes and line ends of JSON within JSON take two bytes each.
+    return _capped_limits(settings, 2 * settings.max_training_data_bytes + MIB, "max_training_data_bytes", json)
+
+
 def training_body_limits(settings: Settings) -> BodyLimits:
     return BodyLimits(settings.max_decompressed_bytes, "max_decompressed_bytes", training_limits(settings).json)
 

@@ -25,6 +25,7 @@ from lorimer.server.live_sessions import LiveSessions
 from lorimer.server.prometheus import Metrics
 from lorimer.server.settings import Settings
 from lorimer.server.signing import Signer
+from lorimer.server.trainings import Trainings
 from lorimer.store import sessions
 from lorimer.store.database import Store
 from lorimer.store.directory import DataDirectory
@@ -56,11 +57,18 @@ class Context:
     failed_lookups: TokenBuckets
     """Rate-limits failed lookups, by user or, without a valid key, by address."""
     decoders: Decoders
+    trainings: Trainings
+    checking: set[str] = field(default_factory=set)
+    """Users of whom data are being checked."""
+    training_kinds: dict[str, Any] = field(default_factory=dict)
+    """The schemas of the kinds of training, once they were asked for."""
+    kinds_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     url: str = ""
     """The URL the server listens on; empty while it does not listen."""
     started_at: float = field(default_factory=time.monotonic)
     is_draining: bool = False
     """The server is shutting down and accepts no new work."""
+    _has_begun_to_drain: bool = False
     held: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """The futures that held requests wait for; see ``polling.py``."""
     _heartbeats: dict[str, datetime] = field(default_factory=dict)
@@ -114,9 +122,12 @@ class Context:
     async def drain(self) -> None:
         """Stop accepting work, finish the running batch, snapshot every run and stop the engines.
 
-        Later calls do nothing.
+        Trainings that the server has started are interrupted before: they tell it how their runs ended. Later calls do
+        nothing.
         """
-        if not self.is_draining:
+        if not self._has_begun_to_drain:
+            self._has_begun_to_drain = True
+            await self.trainings.close()
             self.is_draining = True
             self.decoders.close()  # nothing that they decode would be accepted
             await self.scheduler.close(self.settings.shutdown_seconds)
@@ -133,12 +144,13 @@ def user_of(request: Request) -> User:
     return user
 
 
-def user_quotas(request: Request, stored_bytes: int = 0) -> UserQuotas:
+def user_quotas(request: Request, stored_bytes: int = 0, rollout_bytes: int = 0) -> UserQuotas:
     """Return the caller's quotas: their own, or the server's settings."""
     user, settings = user_of(request), context_of(request).settings
     own_bytes, own_rate = user.max_stored_bytes, user.requests_per_second
     return UserQuotas(
         stored_bytes=stored_bytes,
+        rollout_bytes=rollout_bytes,
         max_stored_bytes=(settings.max_stored_bytes if own_bytes is None else own_bytes) or None,
         requests_per_second=(settings.requests_per_second if own_rate is None else own_rate) or None,
     )

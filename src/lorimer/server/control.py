@@ -86,7 +86,7 @@ class Key(msgspec.Struct, frozen=True):
     revoked_at: datetime | None
     user: str
     stored_bytes: int
-    """Bytes of the user's checkpoints."""
+    """Bytes of the user's checkpoints and rollouts."""
     max_stored_bytes: int
     requests_per_second: float
     """The quotas in effect, the user's own or the server's; 0 means no limit."""

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from lorimer.errors import StorageError, Unauthorized
 from lorimer.server.signing import Signer
-from lorimer.store import checkpoints, users
+from lorimer.store import checkpoints, rollouts, users
 from lorimer.store.database import Store
 from lorimer.store.users import ApiKey, User
 
@@ -140,7 +140,7 @@ class Credentials:
             raise
 
     async def holders(self) -> tuple[dict[str, User], dict[str, int]]:
-        """Return all users, and the checkpoint bytes of each, by user id."""
+        """Return all users, and the bytes of checkpoints and rollouts of each, by user id."""
         found: tuple[dict[str, User], dict[str, int]] = await self._store.read(users_and_storage)
         return found
 
@@ -158,6 +158,7 @@ def users_and_storage(connection: Connection) -> tuple[dict[str, User], dict[str
     stored: Counter[str] = Counter()
     for item in checkpoints.storage_usage(connection):
         stored[item.user_id] += item.size_bytes
+    stored.update(rollouts.bytes_by_user(connection))
     return users.list_users(connection), dict(stored)
 
 

@@ -26,6 +26,8 @@ StartEngines = Literal["auto", "eager", "lazy"]
 MetricsAccess = Literal["loopback", "key", "open"]
 Downloads = Literal["signed", "streamed"]
 Cluster = Literal["none", "ray"]
+Trainings = Literal["auto", "on", "off"]
+TrainingGraders = Literal["refused", "allowed"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 KIB, MIB = 1024, 1024 * 1024
@@ -183,6 +185,25 @@ class Settings(SchedulerLimits):
     peft_adapters: Annotated[
         str, Setting("A directory of PEFT adapters, a folder each, with which runs may begin (`init_from`).")
     ] = ""
+
+    # Trainings that the server starts
+    trainings: Annotated[
+        Trainings,
+        Setting(
+            "Whether users may start trainings in processes of this server (/api/v1/trainings); auto is on for a server"
+            " on loopback without keys."
+        ),
+    ] = "auto"
+    training_graders: Annotated[
+        TrainingGraders,
+        Setting("Whether such trainings may name a grader, which is code that then runs as the user of the server."),
+    ] = "refused"
+    max_trainings: Annotated[int, Setting("Most of them concurrently.", 1)] = 2
+    max_trainings_per_user: Annotated[int, Setting("Most of one user concurrently.", 1)] = 1
+    max_training_data_bytes: Annotated[
+        int, Setting("Most bytes of the rows that one of them, or a check of data, is given.", KIB)
+    ] = 32 * MIB
+    data_check_seconds: Annotated[float, Setting("A check of data that takes longer is given up (503).", 1)] = 120.0
 
     # Limits of one request
     max_body_bytes: Annotated[int, Setting("Most bytes of a request body as sent.", KIB)] = 64 * MIB

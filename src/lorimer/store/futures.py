@@ -310,6 +310,13 @@ def newest_of_lane(c: Connection, lane: str, before: int, limit: int) -> list[Fu
     return [_record(row) for row in c.execute(query)]
 
 
+def deaths_of_lane(c: Connection, lane: str, limit: int) -> list[FutureRow]:
+    """Return the newest operations of a lane during which an engine died, oldest first."""
+    wanted = (futures.c.lane == lane) & (futures.c.deaths > literal_column("0"))
+    query = select(*_COLUMNS).where(wanted).order_by(futures.c.seq_id.desc()).limit(limit)
+    return [_record(row) for row in c.execute(query)][::-1]
+
+
 def newest_errors(c: Connection, user_id: str, limit: int) -> list[FutureRow]:
     """Return the user's failed requests, newest first."""
     ended = (futures.c.user_id == user_id) & futures.c.error.is_not(None)

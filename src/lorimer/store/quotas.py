@@ -1,18 +1,18 @@
-"""Enforces the storage quota of checkpoints.
+"""Enforces the storage quota of checkpoints and rollouts.
 
 A quota belongs to a user, not to a key. A user without their own quota has the one in the server's settings; 0 means no
-limit. Every unexpired checkpoint counts with its size, as in usage reports.
+limit. Every unexpired checkpoint counts with its size, as in usage reports, and every rollout with what it takes.
 """
 
 from sqlalchemy import Connection
 
 from lorimer.errors import QuotaExceeded
-from lorimer.store import checkpoints, users
+from lorimer.store import checkpoints, rollouts, users
 from lorimer.store.checkpoints import CheckpointKind
 
 
 def stored_bytes(c: Connection, user_id: str) -> int:
-    return sum(item.size_bytes for item in checkpoints.storage_usage(c, user_id))
+    return sum(item.size_bytes for item in checkpoints.storage_usage(c, user_id)) + rollouts.bytes_of_user(c, user_id)
 
 
 def check_save(
@@ -31,15 +31,29 @@ def check_room(
     replaced: tuple[str, CheckpointKind, str] | None = None,
 ) -> None:
     """Refuse a checkpoint that exceeds the quota. ``replaced`` identifies a checkpoint that it overwrites."""
-    user = users.get_user(c, user_id)
-    allowed = default if user is None or user.max_stored_bytes is None else user.max_stored_bytes
+    allowed = _allowed(c, user_id, default)
     if not allowed:
         return
     used = stored_bytes(c, user_id)
     old = checkpoints.find(c, *replaced) if replaced else None
     if used - (old.size_bytes if old else 0) + num_bytes > allowed:
         raise QuotaExceeded(
-            f"the quota max_stored_bytes allows you {allowed} bytes of checkpoints; {used} bytes are used, and this one"
-            f" takes {num_bytes if num_bytes > 1 else 'some'} more: delete checkpoints, give them a"
+            f"the quota max_stored_bytes allows you {allowed} bytes of checkpoints and rollouts; {used} bytes are used,"
+            f" and this one takes {num_bytes if num_bytes > 1 else 'some'} more: delete checkpoints, give them a"
             " lifetime, or ask the operator for more"
         )
+
+
+def check_rollouts(c: Connection, user_id: str, num_bytes: int, default: int) -> None:
+    """Refuse rollouts that exceed the quota."""
+    allowed = _allowed(c, user_id, default)
+    if allowed and (used := stored_bytes(c, user_id)) + num_bytes > allowed:
+        raise QuotaExceeded(
+            f"the quota max_stored_bytes allows you {allowed} bytes of checkpoints and rollouts; {used} bytes are used,"
+            f" and these rollouts take {num_bytes}: delete checkpoints or runs, or log fewer rollouts"
+        )
+
+
+def _allowed(c: Connection, user_id: str, default: int) -> int:
+    user = users.get_user(c, user_id)
+    return default if user is None or user.max_stored_bytes is None else user.max_stored_bytes

@@ -171,6 +171,20 @@ def _owner(rollout_id: int) -> str:
     return f"rollout:{rollout_id}"
 
 
+def bytes_of_user(c: Connection, user_id: str) -> int:
+    """Return what the rollouts of all runs of a user take."""
+    of_user = select(tracked_runs.c.run_id).where(tracked_runs.c.user_id == user_id)
+    found = c.execute(select(func.sum(rollouts.c.stored_bytes)).where(rollouts.c.run_id.in_(of_user))).scalar()
+    return int(found or 0)
+
+
+def bytes_by_user(c: Connection) -> dict[str, int]:
+    """Return what the rollouts of each user take; users without any are left out."""
+    joined = rollouts.join(tracked_runs, tracked_runs.c.run_id == rollouts.c.run_id)
+    sums = select(tracked_runs.c.user_id, func.sum(rollouts.c.stored_bytes)).select_from(joined)
+    return {user_id: int(size) for user_id, size in c.execute(sums.group_by(tracked_runs.c.user_id))}
+
+
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from lorimer.store.columns import NUMBER, Json, UtcDateTime, id_column, partial_index, text_column, time_column
 
-SCHEMA_VERSION = "0013"
+SCHEMA_VERSION = "0014"
 """The newest revision in `migrations/versions`."""
 
 
@@ -228,6 +228,7 @@ futures = Table(
     partial_index("ix_futures_fetched_holds_bytes", "fetched_at", where="holds_bytes"),
     partial_index("ix_futures_errors", "user_id", "finished_at", where="error IS NOT NULL"),
     partial_index("ix_futures_place", "place", where="state = 'queued'"),
+    partial_index("ix_futures_deaths", "lane", "seq_id", where="deaths > 0"),
 )
 
 owners = Table(
@@ -568,6 +569,24 @@ turns = Table(
     time_column("started_at"),
     time_column("finished_at"),
     UniqueConstraint("run_id", "episode_id", "number", "choice"),
+)
+
+trainings = Table(
+    "trainings",
+    metadata,
+    id_column("training_id"),
+    Column("user_id", Text, ForeignKey("users.user_id"), nullable=False),
+    *(text_column(name) for name in ("kind", "base_model")),
+    Column("settings", Json, nullable=False),
+    Column("is_dry_run", Boolean, nullable=False),
+    text_column("state"),
+    Column("key_id", BigInteger, nullable=True),
+    *(text_column(name, null=True) for name in ("run_id", "error")),
+    Column("num_starts", BigInteger, nullable=False),
+    Column("result", Json, nullable=True),
+    *(time_column(name) for name in ("created_at", "started_at")),
+    time_column("finished_at", null=True),
+    Index(None, "user_id", "created_at"),
 )
 
 

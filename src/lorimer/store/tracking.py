@@ -144,6 +144,12 @@ def _find_by_key(c: Connection, user_id: str, run_key: str | None) -> TrackedRun
     return record_or_none(TrackedRun, c.execute(query.with_for_update()).one_or_none())
 
 
+def run_with_key(c: Connection, user_id: str, run_key: str) -> str | None:
+    """Return the id of the user's run with a key, if there is one."""
+    query = select(tracked_runs.c.run_id).where(tracked_runs.c.user_id == user_id, tracked_runs.c.run_key == run_key)
+    return c.execute(query).scalar_one_or_none()
+
+
 def _origin(c: Connection, user_id: str, path: str | None) -> tuple[str | None, int]:
     """Return the user's run that saved a checkpoint, and the optimizer steps it had done."""
     if path is None:

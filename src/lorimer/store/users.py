@@ -29,7 +29,7 @@ class User:
     email: str
     created_at: datetime
     max_stored_bytes: int | None = None
-    """Limit on the bytes of checkpoints; None means the server's setting, 0 no limit."""
+    """Limit on the bytes of checkpoints and rollouts; None means the server's setting, 0 no limit."""
     requests_per_second: float | None = None
     """None means the server's setting, 0 no limit."""
 

@@ -142,7 +142,9 @@ class UserQuotas(Response):
     """The caller's quotas, shared by all of their keys; None means no limit."""
 
     stored_bytes: int
-    """The current size of their checkpoints."""
+    """The current size of their checkpoints and rollouts."""
+    rollout_bytes: int = 0
+    """That of their rollouts alone."""
     max_stored_bytes: int | None = None
     requests_per_second: float | None = None
 

@@ -144,11 +144,24 @@ class Run(Response):
     """The fields that a list was asked for."""
 
 
+class EngineDeath(Response):
+    """An operation of a run during which an engine died; it was computed again."""
+
+    training_run_id: str
+    kind: str
+    step: int
+    """Optimizer steps of the run before it."""
+    time: datetime
+    num_deaths: int
+
+
 class RunDetails(Run):
     config: dict[str, Any] = Field(default_factory=dict)
     metrics: list[MetricSummary] = Field(default_factory=list)
     parts: list[RunPart] = Field(default_factory=list)
     """Oldest first."""
+    engine_deaths: list[EngineDeath] = Field(default_factory=list)
+    """Oldest first; as long as the server keeps the history of operations."""
     parent: RunLink | None = None
     children: list[RunLink] = Field(default_factory=list)
     """Runs that started from a checkpoint of this one, newest first, at most 100."""

@@ -56,6 +56,26 @@ def test_only_the_rest_of_a_prompt_is_a_turn():
     assert turns[1].tokens == said and turns[1].logprobs == [-0.5] * len(said) and turns[0].logprobs is None
 
 
+def test_messages_of_the_prompt_are_turns():
+    """A prompt that was made of messages is shown as these; what an environment adds later is shown as it is."""
+    first, said = tokens("<s>be brief<u>ask a<a>"), tokens("say a")
+    trajectory = Trajectory(
+        [
+            Transition(ModelInput.from_ints(first), action("say a"), 0.0, False),
+            Transition(ModelInput.from_ints(first + said + tokens("ask b")), action("say b"), 0.5, True),
+        ],
+        ModelInput.empty(),
+        prompt=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "ask a"}],
+    )
+    assert texts(trajectory) == [
+        ("system", "be brief"),
+        ("user", "ask a"),
+        ("assistant", "say a"),
+        ("environment", "ask b"),
+        ("assistant", "say b"),
+    ]
+
+
 def test_a_group_has_its_rewards_errors_and_lost_episodes():
     call = RolloutToolCall(name="add", arguments="{}", result="3")
     first = Trajectory(

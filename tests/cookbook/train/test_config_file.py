@@ -179,6 +179,17 @@ def test_what_is_needed_is_told():
         complete("sft", {})
     with pytest.raises(InvalidInput, match="held_out_data and num_held_out"):
         complete("sft", {"data": "d", "base_model": "m", "held_out_data": "e", "num_held_out": 3})
+    for tasks, told in (
+        (["mt_bench"], "needs a judge"),
+        (["gsm9k"], "accepted are gsm8k, svamp, multiple_choice, questions"),
+        (["questions"], "questions=FILE is accepted"),
+        (["svamp", "svamp"], "twice"),
+    ):
+        with pytest.raises(InvalidInput, match=told):
+            complete("sft", {"data": "d", "base_model": "m", "eval_tasks": tasks})
+    with pytest.raises(InvalidInput, match="eval_limit is 0"):
+        complete("sft", {"data": "d", "base_model": "m", "eval_limit": 0})
+    assert complete("full", {"data": "d", "base_model": "m"})["method"] == "full"
     rl = {"base_model": "m", "max_tokens": 8}
     with pytest.raises(InvalidInput, match="needs data"):
         complete("rl", rl | {"task": "questions"})

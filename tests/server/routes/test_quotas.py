@@ -53,6 +53,7 @@ async def test_a_save_beyond_the_quota_is_refused_before_it_is_written(server, q
     await quinn.set_quotas(max_stored_bytes=allowed)
     assert await quotas(quinn) == {
         "stored_bytes": size,
+        "rollout_bytes": 0,
         "max_stored_bytes": allowed,
         "requests_per_second": None,
     }
@@ -92,6 +93,30 @@ async def test_saves_that_are_too_large_together_fail_alone(server, quinn):
         while len(folders(server) - written) != 2:
             await asyncio.sleep(0.01)
     await quinn.train(other, 5)
+
+
+async def test_rollouts_count(quinn):
+    """They are part of what is stored, and refused when they would exceed the quota; so are checkpoints then."""
+    run_id = await quinn.run()
+    turns = [{"role": "assistant", "content": "".join(map(chr, range(300, 3000)))}]
+
+    async def log(step: int) -> Any:
+        return await quinn.post(f"runs/{run_id}/rollouts", {"rollouts": [{"step": step, "turns": turns}]})
+
+    assert (await log(0)).status_code == 200
+    used = await quotas(quinn)
+    size = used["rollout_bytes"]
+    assert size > 1000 and used["stored_bytes"] >= size
+    await quinn.set_quotas(max_stored_bytes=used["stored_bytes"] + size + size // 2)
+    assert (await log(1)).status_code == 200
+    refused = await log(2)
+    assert (refused.status_code, refused.json()["code"]) == (429, "quota_exceeded")
+    assert "these rollouts take" in refused.json()["detail"]
+    assert (await quotas(quinn))["rollout_bytes"] == 2 * size
+    await quinn.set_quotas(max_stored_bytes=1)
+    refused = await quinn.post("save_weights", save_body(run_id, 1, "none"))
+    assert refused.json()["code"] == "quota_exceeded" and "checkpoints and rollouts" in refused.json()["detail"]
+    await quinn.set_quotas(max_stored_bytes=None)
 
 
 async def test_the_quota_of_one_user_is_none_of_another(ada, quinn):

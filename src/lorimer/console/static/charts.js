@@ -271,7 +271,7 @@ export class MetricChart {
     return marks.filter(({ x }) => min <= x && x <= max);
   }
 
-  /** Draw checkpoints and resumptions as dashed vertical lines with a small flag at the top. */
+  /** Draw checkpoints, resumptions and deaths of engines as dashed vertical lines with a small flag at the top. */
   drawMarks(plot) {
     const { ctx, bbox } = plot;
     const marks = this.marksOf(plot);
@@ -281,8 +281,8 @@ export class MetricChart {
     ctx.lineWidth = ratio;
     for (const { x, kind } of marks) {
       const left = Math.round(plot.valToPos(x, "x", true)) + 0.5;
-      ctx.strokeStyle = ctx.fillStyle = computed(kind === "resume" ? "--warn" : "--muted");
-      ctx.globalAlpha = kind === "resume" ? 0.9 : 0.55;
+      ctx.strokeStyle = ctx.fillStyle = computed({ resume: "--warn", death: "--bad" }[kind] ?? "--muted");
+      ctx.globalAlpha = kind === "checkpoint" ? 0.55 : 0.9;
       ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.beginPath();
       ctx.moveTo(left, bbox.top);

@@ -266,7 +266,7 @@ export function bytes(count) {
 export function quotaLine(quotas) {
   const said = [];
   if (quotas?.max_stored_bytes)
-    said.push(`${bytes(quotas.stored_bytes)} of the ${bytes(quotas.max_stored_bytes)} of checkpoints you may store`);
+    said.push(`${bytes(quotas.stored_bytes)} of the ${bytes(quotas.max_stored_bytes)} of checkpoints and rollouts you may store`);
   if (quotas?.requests_per_second) said.push(`${quotas.requests_per_second} requests per second`);
   if (!said.length) return null;
   const used = quotas.max_stored_bytes ? quotas.stored_bytes / quotas.max_stored_bytes : 0;

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from lorimer.chat.conversation import Message
 from lorimer.cookbook.completers import StopCondition, TokensWithLogprobs
 from lorimer.errors import Unsupported
 from lorimer.types import ModelInput, RolloutToolCall
@@ -51,6 +52,10 @@ class Env(ABC):
     @abstractmethod
     async def step(self, action: Action) -> StepResult: ...
 
+    def prompt_messages(self) -> Sequence[Message]:
+        """Return the messages that the first observation was made of, for the transcript; none if there were none."""
+        return ()
+
 
 class SelfPlayedEnv(Env):
     """One episode that is not played turn by turn: something else asks the policy, and its turns are read later."""
@@ -89,6 +94,8 @@ class Trajectory:
     final_ob: Observation
     stop_reason: str | None = None
     """``max_tokens`` where the limit on the whole trajectory ended it before the environment did."""
+    prompt: Sequence[Message] = ()
+    """The messages of the first observation, if they are known."""
 
     @property
     def is_truncated(self) -> bool:

@@ -56,9 +56,11 @@ class ProblemEnv(Env):
         """For the transcript."""
         return ""
 
+    def prompt_messages(self) -> list[Message]:
+        return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
+
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        question: Message = {"role": "user", "content": self.get_question()}
-        return self.renderer.build_generation_prompt([*self.convo_prefix, question]), self.stop_condition
+        return self.renderer.build_generation_prompt(self.prompt_messages()), self.stop_condition
 
     async def step(self, action: Action) -> StepResult:
         message, termination = self.renderer.parse_response(action)

@@ -74,12 +74,13 @@ async def do_single_rollout(
     max_trajectory_tokens: int | None = None,
 ) -> Trajectory:
     """Play an episode to its end. ``start`` and ``first_action`` are given where they are known already."""
+    prompt = env.prompt_messages()
     observation, stop = start or await env.initial_observation()
     transitions: list[Transition] = []
     while True:
         room = None if max_trajectory_tokens is None else max_trajectory_tokens - observation.length
         if room is not None and room <= 0:
-            return Trajectory(transitions, observation, "max_tokens")
+            return Trajectory(transitions, observation, "max_tokens", prompt)
         begun = time.monotonic()
         action = first_action or await complete(observation, stop, max_tokens=room)
         sampled = time.monotonic()
@@ -100,7 +101,7 @@ async def do_single_rollout(
         first_action = None
         observation, stop = result.next_observation, result.next_stop_condition
         if result.episode_done:
-            return Trajectory(transitions, observation)
+            return Trajectory(transitions, observation, prompt=prompt)
 
 
 async def do_group_rollout(builder: EnvGroupBuilder, policy: Policy) -> TrajectoryGroup:

@@ -134,6 +134,10 @@ class ToolEnv(Env):
         self._num_turns = 0
         self._specs = [tool.spec for tool in tools] if parse_calls is calls_of_template else None
 
+    def prompt_messages(self) -> Sequence[Message]:
+        # Tools that the chat template describes are in no message: the whole prompt is then shown as it is.
+        return () if self._specs else list(self.messages)
+
     def _observation(self) -> tuple[Observation, StopCondition]:
         prompt = self.renderer.build_generation_prompt(self.messages, tools=self._specs)
         return prompt, self.renderer.get_stop_sequences()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup, Transition
-from lorimer.cookbook.transcripts import finite, label, logs, numbers, prompt_turn, sampled_turn
+from lorimer.cookbook.transcripts import finite, label, logs, message_turn, numbers, prompt_turn, sampled_turn
 from lorimer.types import ModelInput, Rollout, RolloutTurn
 from lorimer.types.rollouts import MAX_PARTS, RolloutKind
 from lorimer.types.runs import MAX_TAGS
@@ -55,14 +55,19 @@ def group_rollouts(
 
 
 def turns_of(trajectory: Trajectory, tokenizer: Any) -> list[RolloutTurn]:
-    """Return prompts and actions in turn. Of a prompt that continues what was said only the rest is a turn."""
+    """Return prompts and actions in turn. Of a prompt that continues what was said only the rest is a turn.
+
+    Where the messages of the first prompt are known, each is a turn.
+    """
     turns: list[RolloutTurn] = []
     known: list[int] = []
     for step in trajectory.transitions:
         prompt = _tokens(step.ob)
         is_continued = bool(known) and prompt is not None and prompt[: len(known)] == known
         seen = ModelInput.from_ints(prompt[len(known) :]) if is_continued and prompt is not None else step.ob
-        if seen.length:
+        if not turns and trajectory.prompt:
+            turns += map(message_turn, trajectory.prompt)
+        elif seen.length:
             turns.append(prompt_turn(tokenizer, seen, "environment" if is_continued else "prompt"))
         turns.append(_action(step, tokenizer))
         known = [*prompt, *step.ac.tokens] if prompt is not None else []

@@ -12,9 +12,10 @@ from typing import Any
 from lorimer import ServiceClient
 from lorimer.cookbook import preference, supervised
 from lorimer.cookbook.checkpoints import delete_checkpoint, model_id_of, unload_run
-from lorimer.cookbook.data_check import check_data, count_problems
+from lorimer.cookbook.data_check import Form, check_data, count_problems
 from lorimer.cookbook.datums import num_tokens
 from lorimer.cookbook.engine_memory import watched_memory
+from lorimer.cookbook.evals.running import TaskEvaluator
 from lorimer.cookbook.logs import read_metrics
 from lorimer.cookbook.renderers import get_renderer
 from lorimer.cookbook.rl import training as rl
@@ -39,6 +40,10 @@ class Estimate:
     seconds_per_step: float
     seconds: float
     """Of all steps; loading the model, evaluations and checkpoints come on top."""
+    num_evaluations: int
+    """How often held-out rows and the tasks of eval_tasks are measured."""
+    eval_items: dict[str, int]
+    """Items of each of these tasks."""
     engine_bytes: int | None
     """Peak memory of the engine while it was measured; none where the server does not tell."""
     available_bytes: int | None
@@ -63,17 +68,18 @@ async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
     assert num_steps is not None
     data = given.data()
     report = None
+    form: Form = "sft" if given.name == "full" else given.name
     if data.data is not None:
         report = check_data(
             data.data,
             renderer,
-            form=given.name,
+            form=form,
             held_out_data=data.held_out_data,
             num_held_out=data.num_held_out,
             max_length=getattr(data, "max_length", None),
             seed=given.values.get("seed", 0),
             num_shown=0,
-            **({"train_on": data.train_on} if given.name == "sft" else {}),
+            **({"train_on": data.train_on} if form == "sft" else {}),
         )
     return Estimate(
         num_examples=job.num_examples,
@@ -84,9 +90,18 @@ async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
         problems=dict(count_problems(report.findings)) if report else {},
         seconds_per_step=seconds,
         seconds=seconds * num_steps,
+        num_evaluations=_count_evaluations(job.config.eval_every, num_steps),
+        eval_items={
+            one.task.name: len(one.task.items) for one in job.config.evaluators if isinstance(one, TaskEvaluator)
+        },
         engine_bytes=engine_bytes,
         available_bytes=min(memory.available, default=None),
     )
+
+
+def _count_evaluations(every: int, num_steps: int) -> int:
+    """Count the end, and the steps before which the loops evaluate."""
+    return 1 + (-(-num_steps // every) if every else 0)
 
 
 def _shortened(config: Any, directory: Path) -> Any:

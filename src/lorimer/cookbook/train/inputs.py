@@ -1,11 +1,13 @@
 """The settings that say what a training reads; those of the training itself are the loops' own configurations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lorimer.chat.conversation import TrainOn
 from lorimer.cookbook.datums import Reduction
 from lorimer.cookbook.rl.graders import Backend
+from lorimer.cookbook.train.eval_settings import check_eval_tasks
 from lorimer.errors import InvalidInput
 
 Task = Literal["arithmetic", "word_problems", "questions"]
@@ -23,13 +25,23 @@ class Rows:
     """Rows of a step."""
     epochs: int = 1
     """How often the rows are gone through."""
+    eval_tasks: Sequence[str] = ()
+    """Tasks of `lorimer eval`, run every eval_every steps and at the end; results are stored beside the checkpoint of
+    that step, if there is one. gsm8k, svamp, multiple_choice=FILE, questions=FILE; others with =FILE read that file."""
+    eval_limit: int | None = None
+    """Items of each of these tasks, chosen by the seed; without it all."""
+    eval_max_tokens: int = 512
+    """Most tokens of a reply to an item; replies are greedy."""
+    eval_grader: str = "exact"
+    """How replies to questions=FILE are graded: exact, numeric, contains, regex or python:FILE:FUNCTION."""
 
     def __post_init__(self) -> None:
         if self.held_out_data is not None and self.num_held_out:
             raise InvalidInput("held_out_data and num_held_out are both given; one of them is accepted")
-        for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} is {getattr(self, name)}; 1 or more is accepted")
+        for name in ("batch_size", "epochs", "eval_limit", "eval_max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInput(f"{name} is {value}; 1 or more is accepted")
+        check_eval_tasks(self.eval_tasks)
 
 
 @dataclass(frozen=True, kw_only=True)

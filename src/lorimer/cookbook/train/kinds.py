@@ -7,7 +7,7 @@ Settings are the plain fields of the loop's own configuration and of a dataclass
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,12 @@ from lorimer.cookbook.rl import training as rl
 from lorimer.cookbook.rl.problems import ProblemDataset
 from lorimer.cookbook.service import get_tokenizer
 from lorimer.cookbook.train.config_file import Schema, Setting, object_schema, settings_of
+from lorimer.cookbook.train.eval_settings import make_evaluators
 from lorimer.cookbook.train.inputs import DistillData, DpoData, FileRows, RlData, SftData
 from lorimer.cookbook.train.tasks import open_grading, task_rows
 from lorimer.errors import InvalidInput
 
-Name = Literal["sft", "rl", "dpo", "distill"]
+Name = Literal["sft", "rl", "dpo", "distill", "full"]
 LoopConfig = supervised.Config | preference.Config | distillation.Config | rl.Config
 
 
@@ -63,11 +64,13 @@ class Kind:
     """The setting that limits the number of steps."""
     rate_factor: float | None = 1.0
     """What the LoRA rule is multiplied with where no learning rate is given; ``None`` takes the class's default."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that this kind decides."""
 
     @property
     def settings(self) -> dict[str, Setting]:
         found = settings_of(self.data, self.config)
-        return {name: setting for name, setting in found.items() if name not in self.built}
+        return {name: setting for name, setting in found.items() if name not in (*self.built, *self.fixed)}
 
     @property
     def needed(self) -> list[str]:
@@ -113,7 +116,7 @@ def complete(name: Name, values: Mapping[str, Any]) -> Given:
         raise InvalidInput(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed, in the file or by a flag"
         )
-    given = Given(name, {"log_dir": Path("runs") / name} | dict(values))
+    given = Given(name, {"log_dir": Path("runs") / name} | dict(values) | dict(kind.fixed))
     given.data()  # refuses what does not fit together before a server is looked for
     return given
 
@@ -143,7 +146,11 @@ def _split(data: FileRows, rows: Sequence[Row], seed: int) -> tuple[Sequence[Row
 
 def _notes(data: Any, *left_out: str) -> dict[str, Any]:
     """Return what the rows were made from, with the content of files, for a run that is resumed."""
-    notes = {name: value for name, value in asdict(data).items() if name not in left_out}
+    notes = {
+        name: value
+        for name, value in asdict(data).items()
+        if name not in left_out and not name.startswith("eval_")  # what is measured may change
+    }
     for name in ("data", "held_out_data"):
         if notes.get(name) and (path := Path(notes[name])).is_file():
             notes[f"{name}_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -174,21 +181,24 @@ async def _open_sft(given: Given, service: ServiceClient) -> AsyncIterator[Job]:
     convert = datum_maker(renderer, max_length=data.max_length, train_on=data.train_on, reduction=data.reduction)
     test_data = [datum for row in check_conversations(held_out) for datum in convert(row)]
     dataset = _dataset(given, data, rows, convert)
-    config = given.config(dataset=dataset, test_data=test_data, notes=_notes(data))
+    evaluators = make_evaluators(data, renderer, seed)
+    config = given.config(dataset=dataset, test_data=test_data, evaluators=evaluators, notes=_notes(data))
     yield Job(config, supervised.train, len(rows), len(held_out))
 
 
 @asynccontextmanager
 async def _open_dpo(given: Given, service: ServiceClient) -> AsyncIterator[Job]:
     data: DpoData = given.data()
-    rows, held_out = _split(data, load_rows(data.data), given.values.get("seed", 0))
+    seed = given.values.get("seed", 0)
+    rows, held_out = _split(data, load_rows(data.data), seed)
     renderer = _renderer(given, service)
     make = preference.dpo_pair if given.values.get("kind", "dpo") == "dpo" else preference.reward_pair
     pairs, test_pairs = (
         convert_rows(part, lambda row: make(row, renderer, data.max_length)) for part in (rows, held_out)
     )
     dataset = _dataset(given, data, pairs, lambda pair: [pair])
-    config = given.config(dataset=dataset, test_pairs=test_pairs, notes=_notes(data))
+    evaluators = make_evaluators(data, renderer, seed)
+    config = given.config(dataset=dataset, test_pairs=test_pairs, evaluators=evaluators, notes=_notes(data))
     yield Job(config, preference.train, len(pairs), len(test_pairs))
 
 
@@ -203,7 +213,8 @@ async def _open_distill(given: Given, service: ServiceClient) -> AsyncIterator[J
         of_teacher = renderer.build_generation_prompt([*rules, *asked]) if rules else None
         return distillation.Prompt(renderer.build_generation_prompt(asked), of_teacher)
 
-    rows, held_out = _split(data, load_rows(data.data), given.values.get("seed", 0))
+    seed = given.values.get("seed", 0)
+    rows, held_out = _split(data, load_rows(data.data), seed)
     prompts, test_prompts = (convert_rows(part, prompt) for part in (rows, held_out))
     stop = renderer.get_stop_sequences()
     path = given.values.get("teacher_path")
@@ -213,7 +224,7 @@ async def _open_distill(given: Given, service: ServiceClient) -> AsyncIterator[J
     config = given.config(
         dataset=_dataset(given, data, prompts, lambda one: [one]),
         stop=stop,
-        evaluators=[measure] if test_prompts else [],
+        evaluators=[*([measure] if test_prompts else []), *make_evaluators(data, renderer, seed)],
         notes=_notes(data),
     )
     yield Job(config, distillation.train, len(prompts), len(test_prompts))
@@ -236,6 +247,7 @@ async def _open_rl(given: Given, service: ServiceClient) -> AsyncIterator[Job]:
         config = given.config(
             dataset_builder=make_datasets,
             extra_metrics=[grading.take_metrics],
+            evaluators=make_evaluators(data, _renderer(given, service), seed),
             notes=_notes(data, "graders", "grader_workers", "grader_seconds"),
         )
         yield Job(config, rl.train, len(rows), len(held_out))
@@ -259,5 +271,13 @@ KINDS: dict[Name, Kind] = {
         _open_distill,
         built=("stop",),
         rate_factor=None,
+    ),
+    "full": Kind(
+        "Supervised fine-tuning of all weights of the model, instead of an adapter.",
+        supervised.Config,
+        SftData,
+        _open_sft,
+        fixed={"method": "full"},
+        built=("rank",),
     ),
 }

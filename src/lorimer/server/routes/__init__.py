@@ -30,6 +30,7 @@ from lorimer.server.routes import (
     system,
     tokenizers,
     training,
+    trainings,
 )
 from lorimer.server.routes.replies import reply
 
@@ -56,6 +57,7 @@ ALL_ROUTES: list[Endpoint] = [
     *runs.ROUTES,
     *rollouts.ROUTES,
     *evaluations.ROUTES,
+    *trainings.ROUTES,
     *episodes.ROUTES,
     *overview.ROUTES,
     *replicas.ROUTES,

@@ -17,7 +17,7 @@ from lorimer.server.routes.ownership import quote_id
 from lorimer.server.routes.queries import query_moment, query_text, query_word
 from lorimer.server.routes.replies import reply
 from lorimer.server.signing import user_urn
-from lorimer.store import audit, checkpoints, sessions, usage
+from lorimer.store import audit, checkpoints, rollouts, sessions, usage
 from lorimer.store.audit import EventType
 from lorimer.store.checkpoints import StorageUsage
 from lorimer.store.quotas import stored_bytes
@@ -137,7 +137,8 @@ def storage_of(
 ) -> tuple[list[StorageUsage], types.UserQuotas]:
     """Return the storage used in one project or all, and the quotas with the storage used in all projects."""
     found = checkpoints.storage_usage(c, user_id, project_id)
-    return found, quotas.model_copy(update={"stored_bytes": stored_bytes(c, user_id)})
+    used = {"stored_bytes": stored_bytes(c, user_id), "rollout_bytes": rollouts.bytes_of_user(c, user_id)}
+    return found, quotas.model_copy(update=used)
 
 
 MOMENT = {"type": "string", "format": "date-time", "required": True}

@@ -14,7 +14,7 @@ from lorimer.server.errors import Refusal
 from lorimer.server.openapi import Endpoint
 from lorimer.server.routes.ownership import is_id, quote_id
 from lorimer.server.routes.replies import done, reply
-from lorimer.store import audit, users
+from lorimer.store import audit, rollouts, users
 from lorimer.store.quotas import stored_bytes
 from lorimer.store.users import ApiKey
 from lorimer.types.overview import CreateKeyRequest, CreateKeyResponse, KeyEntry, KeysResponse
@@ -27,13 +27,13 @@ MAX_KEYS = 100
 async def list_keys(request: Request) -> Response:
     """List the caller's keys without their secrets."""
     context = context_of(request)
-    keys, stored = await context.store.read(keys_and_storage, user_of(request).user_id)
+    keys, *used = await context.store.read(keys_and_storage, user_of(request).user_id)
     entries = [KeyEntry.model_validate(shown(request, context.credentials.with_last_use(key))) for key in keys]
-    return reply(KeysResponse(keys=entries, quotas=user_quotas(request, stored)))
+    return reply(KeysResponse(keys=entries, quotas=user_quotas(request, *used)))
 
 
-def keys_and_storage(c: Connection, user_id: str) -> tuple[list[ApiKey], int]:
-    return users.list_keys(c, user_id), stored_bytes(c, user_id)
+def keys_and_storage(c: Connection, user_id: str) -> tuple[list[ApiKey], int, int]:
+    return users.list_keys(c, user_id), stored_bytes(c, user_id), rollouts.bytes_of_user(c, user_id)
 
 
 def shown(request: Request, key: ApiKey) -> dict[str, object]:

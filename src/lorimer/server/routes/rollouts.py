@@ -19,7 +19,7 @@ from lorimer.server.routes.field_checks import check_text
 from lorimer.server.routes.queries import query_number, query_text, query_word
 from lorimer.server.routes.replies import reply
 from lorimer.server.routes.runs import RUN, find_tracked
-from lorimer.store import rollout_search, rollouts
+from lorimer.store import quotas, rollout_search, rollouts
 from lorimer.store.rollout_search import SORTS, Scope
 from lorimer.store.rollouts import Limits, StoredRollout
 from lorimer.types.rollouts import (
@@ -47,7 +47,13 @@ async def log_rollouts(request: Request) -> Response:
     body, _ = await decode_data(request, DecodeRollouts(), RolloutsHead, rollout_limits(settings))
     limits = Limits(settings.max_rollouts_per_run, settings.max_rollout_bytes_per_run)
     part = request.path_params["run_id"]
-    stored, superseded = await context.store.write(rollouts.log, run.run_id, part, body.rollouts, limits)
+
+    def log(c: Connection) -> tuple[int, int]:
+        size = sum(one.stored_bytes for one in body.rollouts)
+        quotas.check_rollouts(c, run.user_id, size, settings.max_stored_bytes)
+        return rollouts.log(c, run.run_id, part, body.rollouts, limits)
+
+    stored, superseded = await context.store.write(log)
     return reply(LogRolloutsResponse(num_stored=stored, num_superseded=superseded))
 
 

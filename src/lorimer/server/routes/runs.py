@@ -21,12 +21,13 @@ from lorimer.server.routes.metrics import ENTRIES_PER_READ, METRICS_QUERY, query
 from lorimer.server.routes.ownership import look_up, missing_run, quote_id
 from lorimer.server.routes.queries import query_number, query_text, query_word
 from lorimer.server.routes.replies import done, reply
-from lorimer.store import run_curves, run_search, tracking
+from lorimer.store import futures, run_curves, run_search, tracking
 from lorimer.store.metrics import Cursor
 from lorimer.store.run_curves import JoinedCursor
 from lorimer.store.run_search import FoundRun, Scope
 from lorimer.store.tracking import TrackedRun
 from lorimer.types.runs import (
+    EngineDeath,
     FinishRunRequest,
     JoinedMetricsResponse,
     MetricSummary,
@@ -46,6 +47,8 @@ SILENT_SECONDS = 60.0
 """A session without a heartbeat for so long is lost."""
 MAX_RUNS = 1000
 MAX_VALUES = 50
+MAX_DEATHS = 100
+"""Of a training run."""
 ARCHIVED = {"no": False, "yes": True, "any": None}
 
 
@@ -82,13 +85,28 @@ def describe(c: Connection, run_id: str, before: Any) -> tuple[FoundRun, dict[st
     if found is None:
         return None
     parent = tracking.get(c, found.run.parent_run_id) if found.run.parent_run_id else None
+    parts = tracking.parts_of(c, run_id)
     return found, {
         "config": found.run.config,
         "metrics": summary(c, run_id),
-        "parts": [shown_part(part) for part in tracking.parts_of(c, run_id)],
+        "parts": [shown_part(part) for part in parts],
+        "engine_deaths": [death for part in parts for death in engine_deaths(c, part.model_id)],
         "parent": None if parent is None else RunLink(run_id=parent.run_id, name=parent.name),
         "children": [RunLink(run_id=child, name=name) for child, name in tracking.children_of(c, run_id)],
     }
+
+
+def engine_deaths(c: Connection, model_id: str) -> list[EngineDeath]:
+    return [
+        EngineDeath(
+            training_run_id=model_id,
+            kind=row.kind,
+            step=tracking.count_steps(c, model_id, row.seq_id or 0),
+            time=row.started_at or row.received_at,
+            num_deaths=row.deaths,
+        )
+        for row in futures.deaths_of_lane(c, model_id, MAX_DEATHS)
+    ]
 
 
 def summary(c: Connection, run_id: str) -> list[MetricSummary]:

@@ -144,7 +144,7 @@ async function refresh(view) {
   view.drawOperations(found);
 }
 
-/** Return what is marked in the charts: checkpoints, and where the run was resumed. */
+/** Return what is marked in the charts: checkpoints, where the run was resumed, and where an engine died. */
 function marksOf(run, checkpoints) {
   const saved = checkpoints
     .filter((one) => typeof one.step === "number")
@@ -160,7 +160,13 @@ function marksOf(run, checkpoints) {
     kind: "resume",
     label: `resumed ${moment(one.created_at).toLocaleString()}`,
   }));
-  return [...saved, ...resumed].sort((a, b) => a.time - b.time);
+  const died = run.engine_deaths.map((one) => ({
+    step: one.step,
+    time: moment(one.time).getTime() / 1000,
+    kind: "death",
+    label: `engine died during ${one.kind}${one.num_deaths > 1 ? `, ${one.num_deaths} times` : ""}; it was computed again`,
+  }));
+  return [...saved, ...resumed, ...died].sort((a, b) => a.time - b.time);
 }
 
 function factsOf(run, session, account) {
