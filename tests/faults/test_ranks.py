@@ -1,9 +1,10 @@
-"""A rank of a sharded trainer is killed while a tenant trains: the server starts all ranks again, and the tenant cannot
-tell. No rank outlives a server that is killed."""
+"""A rank of a sharded trainer is killed while a tenant trains an adapter, or the weights themselves: the server starts
+all ranks again, and the tenant cannot tell. No rank outlives a server that is killed."""
 
 import signal
 
 import psutil
+import pytest
 
 from tests.conformance.servers import create_key
 from tests.faults.programs import RunningProgram, assert_same, expectation, finish_all
@@ -27,12 +28,13 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_rank_ends_the_others_and_the_run_continues_exactly(tmp_path, tell):
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lora", "full"])
+def test_a_killed_rank_ends_the_others_and_the_run_continues_exactly(tmp_path, tell, is_full):
     config = tmp_path / "ranks.toml"
     config.write_text(CONFIG)
     data = tmp_path / "data"
     key = create_key(data, "alice")
-    plan = Plan(seed=5, steps=16, sample_every=0, save_every=6)
+    plan = Plan(seed=5, steps=16, sample_every=0, save_every=6, full=is_full)
     with Supervisor(data, models=(), extra={"LORIMER_CONFIG": str(config)}, snapshot_seconds=0.2) as server:
         undisturbed = RunningProgram(server.url, key, plan, tmp_path / "undisturbed")
         finish_all([undisturbed])
@@ -56,4 +58,4 @@ def test_a_killed_rank_ends_the_others_and_the_run_continues_exactly(tmp_path, t
         for process in engine.values():
             eventually(lambda process=process: not is_running(process), "no rank outlives its server", ENDED_SECONDS)
     assert server.exit_codes == [-9]
-    tell("kill -9 of a rank of a sharded trainer", "a pause")
+    tell(f"kill -9 of a rank of a sharded {'full run' if is_full else 'trainer'}", "a pause")
