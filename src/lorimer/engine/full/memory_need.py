@@ -12,12 +12,17 @@ from lorimer.engine.model.device import Device, free_bytes, label
 from lorimer.engine.reservations import STATE_BYTES, WEIGHT_BYTES, Reservation, reserve
 
 
-def count_parameters(directory: Path) -> int:
-    """Return the number of parameters in the files of a Hugging Face directory, whose weights are not loaded."""
+def count_parameters(directory: Path, num_ranks: int = 1) -> int:
+    """Return the number of parameters in the files of a Hugging Face directory, whose weights are not loaded.
+
+    Of several ranks, return the most that one of them has: rows are divided, and the first ranks have the rest.
+    """
     sizes: dict[str, int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                rows, *others = file.get_slice(name).get_shape() or [1]
+                sizes[name] = -(-rows // num_ranks) * math.prod(others)
     return sum(sizes.values())
 
 
@@ -34,7 +39,7 @@ def reserve_memory(
     if not is_full:
         reservation = reserve(label(first.handle), loading=number * first.dtype.itemsize)
         return reservation, reservation
-    part, is_same = -(-number // num_ranks), label(first.handle) == label(device)
+    part, is_same = count_parameters(directory, num_ranks), label(first.handle) == label(device)
     whose = "" if num_ranks == 1 else f"; each of {num_ranks} ranks"
     reservation = reserve(
         label(device),
