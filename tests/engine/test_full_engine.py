@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorimer.engine import messages
-from lorimer.engine.config import EngineConfig
+from lorimer.engine.config import EngineConfig, VllmConfig
 from lorimer.engine.engine import Engine
 from lorimer.engine.reservations import reserve, reserved_bytes
 from lorimer.errors import CheckpointError, InvalidInput, TooLarge, Unsupported
@@ -203,8 +203,8 @@ def test_what_a_full_engine_does_not_do_is_refused(empty, tmp_path):
         empty.create_run(messages.CreateRun(request_id="r", model_id="l", lora=messages.LoraConfig()))
     with pytest.raises(Unsupported, match="does not sample the base"):
         empty.add_sample(make_sample("s"))
-    with pytest.raises(ValueError, match="a full run is computed by one process"):
-        EngineConfig(method="full", ranks=2)
+    with pytest.raises(ValueError, match="method is 'full' with a sampler of vLLM"):
+        EngineConfig(method="full", vllm=VllmConfig())
 
 
 def test_a_directory_that_does_not_fit_changes_nothing(empty, tmp_path):

@@ -91,11 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("max_sampling_rows", "max_image_pixels", "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; at least 1 is accepted")
-        if self.method == "full" and (self.ranks > 1 or self.vllm is not None):
-            raise ValueError(
-                f"method is 'full' with ranks {self.ranks}; a full run is computed by one process: 'lora' is accepted"
-                " with several ranks or vLLM"
-            )
+        if self.method == "full" and self.vllm is not None:
+            raise ValueError("method is 'full' with a sampler of vLLM, which samples adapters: 'lora' is accepted")
         if self.quantize != "none":
             self._check_quantized()
         if not self.model:

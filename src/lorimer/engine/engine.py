@@ -120,7 +120,9 @@ class Engine:
         device = open_device(config, shards.rank)
         # A base that is shared may not fit into one device: it is loaded and checked on the CPU.
         first = device if shards.is_alone else Device(torch.device("cpu"), device.dtype, device.memory_bytes)
-        self._reservation = reserve_memory(source.name, source.directory, first.dtype, first.handle, self._is_full)
+        self._reservation, loading = reserve_memory(
+            source.name, source.directory, first, device.handle, self._is_full, shards.size
+        )
         self._state_bytes = self._reservation.outstanding
         report(f"loading {source.name}", None)
         used_before = used_bytes(device.handle)
@@ -141,6 +143,7 @@ class Engine:
         self._eos = eos_token_ids(source.directory, self.model.config, self.tokenizer)
         # The base weights were loaded into the memory that was free at start.
         self._reservation.loaded()
+        loading.loaded()
         loaded = used_bytes(device.handle) - used_before
         used = loaded if shards.is_alone else self.model.sharded_bytes(shards.size)
         return device, max(0, (config.memory_bytes or max(0, device.memory_bytes - used)) - self._state_bytes)
@@ -198,7 +201,8 @@ class Engine:
         if self._runs:
             raise InvalidInput(f"run {next(iter(self._runs))!r} is in this engine, which holds one full run at a time")
         if not self._is_base:
-            base = full_checkpoints.load_weights(self.model, Path(self.model.directory))
+            with self.shards.agreed():
+                base = full_checkpoints.load_weights(self.model, Path(self.model.directory))
             full_checkpoints.replace_weights(self.model, base)
             self._is_base = True
         return create_full_run(self.model, command.full, command.optimizer)
@@ -274,7 +278,7 @@ class Engine:
 
     def save_state(self, command: SaveState) -> StateResult:
         run, start = self._run(command.model_id), time.perf_counter()
-        self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
+        self._compare(command.model_id, run)
         size = 0
         if isinstance(run, FullRun):
             size = (
@@ -291,6 +295,11 @@ class Engine:
                 weights_only=command.weights_only,
             )
         return StateResult(size_bytes=size, step=run.step, seconds=time.perf_counter() - start)
+
+    def _compare(self, model_id: str, run: Adapter | FullRun) -> None:
+        """End the engine if ranks differ in what all of them have: an adapter, or the step of a full run."""
+        tensors = [torch.tensor([run.step])] if isinstance(run, FullRun) else run.tensors()
+        self.shards.compare(f"the state of run {model_id!r}", tensors)
 
     def load_state(self, command: LoadState) -> StateResult:
         run, start = self._run(command.model_id), time.perf_counter()
@@ -322,11 +331,21 @@ class Engine:
 
     def publish_sampler(self, command: PublishSampler) -> StateResult:
         run = self._run(command.model_id)
-        self.shards.compare(f"the state of run {command.model_id!r}", run.tensors())
+        self._refuse_full_samples()
+        self._compare(command.model_id, run)
         self._add_sampler(command.sampler_id, lambda: self._publish(run) if isinstance(run, FullRun) else snapshot(run))
         return StateResult(step=run.step)
 
+    def _refuse_full_samples(self) -> None:
+        if self._is_full and not self.shards.is_alone:
+            raise Unsupported(
+                f"full runs of {self.model.name!r} are trained by {self.shards.size} ranks, which would gather the"
+                " model for each token, so they do not sample: save the weights (save_weights_for_sampler), download"
+                " them, and serve the directory as a base model"
+            )
+
     def load_sampler(self, command: LoadSampler) -> StateResult:
+        self._refuse_full_samples()
         self._add_sampler(command.sampler_id, lambda: self._load_frozen(command.directory))
         return StateResult()
 
@@ -359,6 +378,7 @@ class Engine:
 
     def add_sample(self, request: SampleRequest) -> None:
         """Validate and enqueue a request; ``sampler.step`` answers it."""
+        self._refuse_full_samples()
         if not self.shards.is_alone:
             raise Unsupported(
                 f"{self.model.name!r} is trained by {self.shards.size} ranks, which would gather the base for each"
@@ -367,8 +387,8 @@ class Engine:
         self._enqueue_sample(request)
 
     def is_score(self, request: SampleRequest) -> bool:
-        """Return whether ranks can answer the request: one token needs no pass besides those of the prompt."""
-        return not self.shards.is_alone and request.params.max_tokens == 1 and not request.stream
+        """Return whether ranks of adapters can answer the request: one token needs no pass besides the prompt's."""
+        return not self.shards.is_alone and not self._is_full and request.params.max_tokens == 1 and not request.stream
 
     def score(self, request: SampleRequest) -> SampleResult:
         """Answer a request for prompt scores and one token; all ranks compute the same passes."""

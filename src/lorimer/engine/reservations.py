@@ -123,9 +123,9 @@ def host_free_bytes() -> int:
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 
-def fits_full_run(num_parameters: int) -> bool:
-    """Return whether the host has room for a full run of a model."""
-    return (WEIGHT_BYTES + STATE_BYTES) * num_parameters <= host_free_bytes() - reserved_bytes()
+def fits_full_run(num_parameters: int, ranks: int = 1) -> bool:
+    """Return whether the host has room for a full run of a model; each of several ranks loads the whole model first."""
+    return (WEIGHT_BYTES * ranks + STATE_BYTES) * num_parameters <= host_free_bytes() - reserved_bytes()
 
 
 def format_bytes(size: int) -> str:

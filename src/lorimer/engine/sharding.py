@@ -1,8 +1,9 @@
 """The ranks of an engine: what they tell each other, and how they share the weights of the base model.
 
 Messages between ranks (commands, verdicts, results) go over sockets; tensors go through torch's collectives, gloo on a
-CPU and NCCL on CUDA. FSDP2 gathers each layer's frozen weights when a pass needs them. Adapters are whole on every
-rank. An engine of one process has the group ``ALONE``, in which nothing here does anything.
+CPU and NCCL on CUDA. FSDP2 gathers each layer's weights when a pass needs them. Adapters are whole on every rank; of a
+full run each has its rows of every weight, gradient and moment. An engine of one process has the group ``ALONE``, in
+which nothing here does anything.
 
 A rank that fails while others wait in a collective cannot be helped: ``GroupFailed`` ends it, and with it the group.
 """
@@ -10,8 +11,10 @@ A rank that fails while others wait in a collective cannot be helped: ``GroupFai
 import contextlib
 import gc
 import hashlib
+import math
 import os
 import socket
+import struct
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -72,6 +75,22 @@ class Shards:
         parts = self.gather(data)
         self.tell(parts)
         return [_receive(self.leader) for _ in range(self.size)] if self.rank else parts
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Return the sums of numbers over the ranks, the same bits at every rank."""
+        if self.is_alone:
+            return list(numbers)
+        form = f"{len(numbers)}d"
+        parts = [struct.unpack(form, part) for part in self.exchange(struct.pack(form, *numbers))]
+        return [sum(column) for column in zip(*parts, strict=True)]
+
+    def norm(self, local: float) -> float:
+        """Return the norm of tensors that the ranks share, of the norm of each one's part."""
+        return local if self.is_alone else math.sqrt(self.sum_numbers(local * local)[0])
+
+    def all(self, flag: bool) -> bool:
+        """Return whether the flag is set at every rank."""
+        return self.sum_numbers(float(not flag))[0] == 0
 
     def agree(self, verdicts: list[Verdict | None]) -> list[Verdict | None]:
         """Return the same verdicts at every rank: of each, that of the first rank that has one."""
@@ -158,6 +177,54 @@ class Shards:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def rows(self, num_rows: int, rank: int | None = None) -> slice:
+        """Return the rows of a whole tensor that a rank, this one by default, has."""
+        each, rank = -(-num_rows // self.size), self.rank if rank is None else rank
+        return slice(min(num_rows, rank * each), min(num_rows, (rank + 1) * each))
+
+    def add_sums(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Add to each part this rank's rows of the sum of a whole tensor over the ranks."""
+        if not wholes:
+            return
+        padded = [self._pad(whole, self.size).view(self.size, -1) for whole in wholes]
+        flat = torch.cat(padded, 1)
+        found = flat.new_empty(flat.shape[1])
+        dist.reduce_scatter_tensor(found, flat.view(-1))
+        for part, rows in zip(parts, found.split([one.shape[1] for one in padded]), strict=True):
+            part += rows[: part.numel()].view_as(part)
+
+    def _pad(self, tensor: Tensor, parts: int) -> Tensor:
+        """Return a tensor with rows for so many equal parts, the last of them zeros."""
+        missing = -len(tensor) % parts
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+
+    def gather_rows(self, part: Tensor, num_rows: int, to: int) -> Tensor | None:
+        """Return the whole tensor at rank ``to``, of each rank's rows; ``None`` at the others."""
+        each = -(-num_rows // self.size)
+        own = torch.cat([part, part.new_zeros(each - len(part), *part.shape[1:])]) if len(part) < each else part
+        found = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
+        with self.together():
+            dist.gather(own.contiguous(), found, dst=to)
+        return None if found is None else torch.cat(found)[:num_rows]
+
+    def scatter_rows(self, whole: Tensor | None, part: Tensor, num_rows: int, source: int) -> None:
+        """Copy into ``part`` this rank's rows of a tensor that is whole at rank ``source``."""
+        each = -(-num_rows // self.size)
+        own = part.new_empty(each, *part.shape[1:])
+        parts = None if whole is None else list(self._pad(whole, self.size).split(each))
+        with self.together():
+            dist.scatter(own, parts, src=source)
+        part.copy_(own[: len(part)])
+
+    def send_to_first(self, tensor: Tensor, source: int) -> Tensor:
+        """Return at rank 0 the tensor of another rank; ``tensor`` has its shape and dtype at both."""
+        with self.together():
+            if self.rank == source:
+                dist.send(tensor.contiguous(), dst=0)
+            elif self.rank == 0:
+                dist.recv(tensor, src=source)
+        return tensor
+
     def shard(self, decoder: nn.Module, layers: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
         """Leave to each rank its part of the parameters of ``decoder`` and ``others``.
 
@@ -172,6 +239,10 @@ class Shards:
         for unit in others:
             assert isinstance(unit, FSDPModule)
             unit.set_unshard_in_backward(False)
+        for unit in modules:
+            assert isinstance(unit, FSDPModule)
+            # Gradients of a full run are summed by ``model/gradients.py``, not averaged by FSDP.
+            unit.set_requires_gradient_sync(False)
         gc.collect()
         kept = [name for name, storage in whole if not storage.expired()]
         if kept or (held := self.local_bytes(modules)) > wanted:
@@ -186,6 +257,11 @@ class Shards:
 
 
 ALONE = Shards()
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return what this process has of a parameter; it shares the parameter's memory."""
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _part_bytes(parameter: Tensor, size: int) -> int:

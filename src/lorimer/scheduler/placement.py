@@ -86,18 +86,16 @@ def is_plain(place: str) -> bool:
 def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, tuple[str, EngineConfig]]:
     """Return the base model and the engine of every replica for full runs, by its name.
 
-    Their engines start when a run needs them, and end when it has been idle. A base that is quantised has none.
+    Their engines start when a run needs them, and end when it has been idle. They have as many ranks as the others of
+    the base. A base that is quantised has none.
     """
-    return {
-        f"{name}{_FULL}{index}": (
-            name,
-            msgspec.structs.replace(
-                config, method="full", dtype="float32", ranks=1, vllm=None, device_index=config.device_index + index
-            ),
-        )
-        for name, config in models.items()
-        for index in range(number if config.quantize == "none" else 0)
-    }
+    found: dict[str, tuple[str, EngineConfig]] = {}
+    for name, config in models.items():
+        full = msgspec.structs.replace(config, method="full", dtype="float32", vllm=None, quantize="none")
+        for each in range(number if config.quantize == "none" else 0):
+            index = config.device_index + each * config.ranks
+            found[f"{name}{_FULL}{each}"] = name, msgspec.structs.replace(full, device_index=index)
+    return found
 
 
 def replica_configs(

@@ -10,16 +10,18 @@ Snapshots (``full/snapshots.py``), which only engines read, are loaded here too.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from lorimer.engine.adapters.adapters import are_finite
 from lorimer.engine.directories import (
     FORMAT,
     File,
@@ -31,10 +33,11 @@ from lorimer.engine.directories import (
     verify,
     write_manifest,
 )
-from lorimer.engine.full.full_run import FullRun, Tensors
+from lorimer.engine.full.full_run import FullRun, Tensors, bytes_of
 from lorimer.engine.messages import FullConfig, OptimizerConfig
 from lorimer.engine.model.base_model import BaseModel
-from lorimer.engine.training.optim import check_state
+from lorimer.engine.sharding import local_part
+from lorimer.engine.training.optim import check_finite, check_state
 from lorimer.engine.training.optimizers import State
 from lorimer.errors import CheckpointError
 from lorimer.models.sources import COMPANION_FILES
@@ -63,21 +66,31 @@ class RunManifest(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def save(run: FullRun, directory: str, *, weights_only: bool) -> int:
     """Write the run into ``directory``, which is absent or empty, and return the bytes written.
 
-    On failure nothing is left behind.
+    On failure nothing is left behind. Of several ranks all take part, and rank 0 writes, a shard at a time.
     """
     run.check_finite("saved")
-    model = run.model
-    with new_directory(directory) as temporary:
+    with first_writes(run, directory) as temporary:
         averaged = run.averaged
-        with model.with_weights(averaged or {}):
-            _write_model(model, temporary)
+        if run.shards.is_alone:
+            with run.model.with_weights(averaged or {}):
+                _write_model(run.model, temporary, None)
+        else:
+            _write_shared_model(run, temporary, averaged or {})
         if not weights_only:
-            parts = list(split_shards(state_tensors(run, with_weights=averaged is not None)))
+            state = run.state(with_weights=averaged is not None)
+            parts = list(
+                split_shards({key: run.division.describe(kind, name) for key, (kind, name, _) in state.items()})
+            )
             for number, part in enumerate(parts, 1):
-                save_file(part, temporary / f"{STATE}-{number:05}-of-{len(parts):05}.safetensors")
+                tensors = collect(run, {key: state[key] for key in part})
+                with run.shards.agreed():
+                    if tensors is not None:
+                        save_file(tensors, temporary / f"{STATE}-{number:05}-of-{len(parts):05}.safetensors")
+        if run.shards.rank:
+            return 0
         manifest = RunManifest(
             format=FORMAT,
-            base_model=model.name,
+            base_model=run.model.name,
             full=run.config,
             optimizer=run.optimizer,
             step=run.step,
@@ -86,26 +99,61 @@ def save(run: FullRun, directory: str, *, weights_only: bool) -> int:
         return write_manifest(temporary, manifest)
 
 
-def _write_model(model: BaseModel, directory: Path) -> None:
+@contextmanager
+def first_writes(run: FullRun, directory: str) -> Iterator[Path]:
+    """Yield, at rank 0, a temporary directory that becomes ``directory``; the other ranks have nothing there."""
+    with ExitStack() as stack:
+        temporary = Path(directory)
+        with run.shards.agreed():
+            if run.shards.rank == 0:
+                temporary = stack.enter_context(new_directory(directory))
+        yield temporary
+
+
+def collect(run: FullRun, state: Mapping[str, tuple[str, str, Tensor]]) -> Tensors | None:
+    """Return whole tensors, by key, at rank 0; ``None`` at the others."""
+    found = {key: run.division.collect(kind, name, part) for key, (kind, name, part) in state.items()}
+    return None if run.shards.rank else {key: one.contiguous() for key, one in found.items() if one is not None}
+
+
+def _write_model(model: BaseModel, directory: Path, weights: Tensors | None) -> None:
+    """Write the model with ``weights``, or the model's own, as transformers does."""
     # transformers refuses to write settings of generation that it finds contradictory: the base's are copied instead.
     model.transformer.generation_config = GenerationConfig()
-    model.transformer.save_pretrained(directory, max_shard_size=SHARD_BYTES)
+    model.transformer.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_BYTES)
     (directory / "generation_config.json").unlink(missing_ok=True)
     for pattern in COMPANION_FILES:
         for path in sorted(Path(model.directory).glob(pattern)):
             shutil.copyfile(path, directory / path.name)
 
 
-def state_tensors(run: FullRun, *, with_weights: bool) -> Tensors:
-    """Return what a run has besides its weights, or with these too, as ``kind/name``."""
-    kinds = dict(run.moments)
-    if run.grads is not None:
-        kinds["grad"] = run.grads
-    if with_weights:
-        kinds["weight"] = run.weights
-    return {
-        f"{kind}/{name}": tensor.contiguous() for kind, tensors in kinds.items() for name, tensor in tensors.items()
-    }
+def _write_shared_model(run: FullRun, directory: Path, averaged: Tensors) -> None:
+    """Write the model that ranks share: rank 0 gathers one tensor at a time into a file, not into its memory."""
+    shards, gathered = run.shards, directory / "gathered"
+    weights: Tensors = {}
+    with shards.agreed():
+        if shards.rank == 0:
+            gathered.mkdir()
+    for number, (name, held) in enumerate(run.model.transformer.state_dict().items()):
+        part = averaged.get(name, local_part(held))
+        whole = shards.gather_rows(part, held.shape[0], to=0) if isinstance(held, DTensor) else part
+        with shards.agreed():
+            if shards.rank == 0 and whole is not None:
+                weights[name] = _map_file(gathered / str(number), whole)
+        del whole
+    with shards.agreed():
+        if shards.rank == 0:
+            _write_model(run.model, directory, weights)
+            weights.clear()
+            shutil.rmtree(gathered)
+
+
+def _map_file(path: Path, tensor: Tensor) -> Tensor:
+    """Write a tensor; return it as a part of the file, which the system may drop from memory."""
+    path.write_bytes(bytes_of(tensor))
+    if not tensor.numel():
+        return tensor
+    return torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
 
 
 def split_shards(tensors: Tensors) -> Iterator[Tensors]:
@@ -124,32 +172,45 @@ def split_shards(tensors: Tensors) -> Iterator[Tensors]:
 def load(run: FullRun, directory: str, *, optimizer: bool) -> None:
     """Replace the weights of ``run``; with ``optimizer`` its moments, gradient and step too, else they are cleared.
 
-    If anything does not fit, the run stays as it was.
+    If anything does not fit, the run stays as it was, at every rank.
     """
-    manifest = _verified(Path(directory))
-    if manifest.full != run.config:
-        raise CheckpointError(f"the saved run trains {manifest.full}, this run {run.config}")
+    with run.shards.agreed():
+        manifest = _verified(Path(directory), is_read=run.shards.rank == 0)
+        if manifest.full != run.config:
+            raise CheckpointError(f"the saved run trains {manifest.full}, this run {run.config}")
+    frozen_sha256 = None if manifest.frozen_sha256 is msgspec.UNSET else run.frozen_sha256
+    with run.shards.agreed():
+        weights, state, grads, step = _read(run, Path(directory), manifest, frozen_sha256, optimizer)
+    for name, weight in run.weights.items():
+        weight.copy_(weights[name])
+    run.moments, run.grads, run.step = state, grads, step
+
+
+def _read(
+    run: FullRun, directory: Path, manifest: RunManifest, frozen_sha256: str | None, optimizer: bool
+) -> tuple[Tensors, State, Tensors | None, int]:
+    """Return this rank's part of what a directory has: weights, moments, gradient and step."""
     state: State = {}
     grads, step, weights = None, 0, {}
-    if manifest.frozen_sha256 is msgspec.UNSET:
-        weights = load_weights(run.model, Path(directory))
-        if not all(torch.equal(weights[name], tensor.cpu()) for name, tensor in run.frozen.items()):
+    if frozen_sha256 is None:
+        whole = load_weights(run.model, directory)
+        frozen = {name: whole[name][run.shards.rows(len(whole[name]))] for name in run.frozen}
+        if not all(torch.equal(frozen[name], tensor.cpu()) for name, tensor in run.frozen.items()):
             raise CheckpointError(
                 f"the saved run began with another {run.model.name!r}: what it does not train differs"
             )
-    elif manifest.frozen_sha256 != run.frozen_sha256:
+        weights = {name: run.division.cut("weight", name, whole[name]) for name in run.weights}
+    elif manifest.frozen_sha256 != frozen_sha256:
         raise CheckpointError(f"the files of {run.model.name!r} have changed since the snapshot was written")
     if optimizer or not weights:
-        state, step = _load_state(Path(directory), manifest, run), manifest.step
-        grads = _take(state, "grad", run)
-        weights |= _take(state, "weight", run) or {}
-        check_state(run.optimizer, run.weights, state, step, run.groups)
+        state, step = _load_state(directory, manifest, run), manifest.step
+        grads = state.pop("grad", None)
+        weights |= state.pop("weight", {})
     if not optimizer:
         state, grads, step = {}, None, 0
     if not weights.keys() >= run.weights.keys():
         raise CheckpointError(f"{str(directory)!r} lacks weights that the run trains")
-    replace_weights(run.model, weights)
-    run.moments, run.grads, run.step = state, grads, step
+    return weights, state, grads, step
 
 
 def load_published(model: BaseModel, directory: str) -> Tensors:
@@ -179,48 +240,47 @@ def load_weights(model: BaseModel, directory: Path) -> Tensors:
 def replace_weights(model: BaseModel, weights: Tensors) -> None:
     """Copy other weights into the model, whose parameters stay the same objects."""
     for name, parameter in model.transformer.named_parameters():
-        if name in weights:
-            parameter.data.copy_(weights[name])
+        local_part(parameter).copy_(weights[name][model.shards.rows(len(weights[name]))])
 
 
-def _verified(directory: Path) -> RunManifest:
+def _verified(directory: Path, is_read: bool = True) -> RunManifest:
+    """Return the manifest of a saved run; with ``is_read`` compare all files with it."""
     try:
         manifest = read_manifest(directory, RunManifest)
     except CheckpointError as error:
         raise CheckpointError(f"{str(directory)!r} is not a saved full run: {error}") from error
     if manifest is None:
         raise CheckpointError(f"{str(directory)!r} is not a saved full run: it has no lorimer.json")
-    verify(directory, manifest.files, *manifest.files)
+    verify(directory, manifest.files, *(manifest.files if is_read else ()))
     return manifest
 
 
 def _load_state(directory: Path, manifest: RunManifest, run: FullRun) -> State:
-    """Load what was saved besides the weights, by kind and in the order of the weights."""
+    """Load this rank's part of what was saved besides the weights, by kind and in the order of the weights."""
     if not manifest.state_files:
         raise CheckpointError(f"{str(directory)!r} holds weights only; load it without the optimizer state")
     if manifest.optimizer != run.optimizer:
         raise CheckpointError(f"the saved run uses {manifest.optimizer}, this run {run.optimizer}")
     found: State = {}
+    described: State = {}
     device = run.model.device.handle
     for file in manifest.state_files:
         for full, tensor in load_tensors(directory / file).items():
             kind, _, name = full.partition("/")
             if name not in run.weights:
                 raise CheckpointError(f"{file} holds {full!r}, which the run does not train")
+            described.setdefault(kind, {})[name] = tensor.to("meta")
             # A copy: a loaded tensor is a part of the file in memory, which would stay as long as one of them.
-            found.setdefault(kind, {})[name] = tensor.to(device, copy=True)
+            found.setdefault(kind, {})[name] = run.division.cut(kind, name, tensor).to(device, copy=True)
+    for kind in ("grad", "weight"):
+        if (whole := described.pop(kind, None)) is not None:
+            _check_shapes(kind, whole, run)
+    wholes = {name: torch.empty(shape, device="meta") for name, shape in run.division.shapes.items()}
+    check_state(run.optimizer, wholes, described, manifest.step, run.groups)
+    check_finite({kind: tensors for kind, tensors in found.items() if kind != "grad"})
     return {kind: {name: found[kind][name] for name in run.weights if name in found[kind]} for kind in sorted(found)}
 
 
-def _take(state: State, kind: str, run: FullRun) -> Tensors | None:
-    """Remove tensors that are shaped like the weights, if there are any."""
-    found = state.pop(kind, None)
-    if found is not None and _shapes(found) != _shapes(run.weights):
+def _check_shapes(kind: str, wholes: Tensors, run: FullRun) -> None:
+    if {name: tensor.shape for name, tensor in wholes.items()} != run.division.shapes:
         raise CheckpointError(f"the saved state has {kind!r} of other names or shapes than the weights")
-    if found is not None and kind == "weight" and not are_finite(list(found.values())):
-        raise CheckpointError(f"the saved state holds numbers in {kind!r} that are not finite")
-    return found
-
-
-def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -17,6 +17,8 @@ from lorimer.engine.adapters.adapters import are_finite
 from lorimer.engine.full.trained_parameters import choose_parameters, find_groups
 from lorimer.engine.messages import FullConfig, OptimizerConfig, StepField
 from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.sharding import Shards, local_part
+from lorimer.engine.training.division import Division
 from lorimer.engine.training.optim import take_step
 from lorimer.engine.training.optimizers import average_weights
 from lorimer.errors import CheckpointError
@@ -33,7 +35,7 @@ class FullRun:
     config: FullConfig
     optimizer: OptimizerConfig
     weights: Tensors
-    """The trained parameters; they share their memory with the model."""
+    """The trained parameters, or of several ranks this one's parts of them; they share their memory with the model."""
     groups: Mapping[str, frozenset[str]]
     """The group of each trained parameter; a step may multiply its learning rate by group."""
     grads: Tensors | None = None
@@ -44,27 +46,41 @@ class FullRun:
     """Steps applied; a skipped step does not count."""
 
     @property
+    def shards(self) -> Shards:
+        return self.model.shards
+
+    @cached_property
+    def division(self) -> Division:
+        """How the ranks share weights, gradient and moments."""
+        parameters = dict(self.model.transformer.named_parameters())
+        shapes = {name: parameters[name].shape for name in self.weights}
+        return Division.of(self.shards, self.optimizer.type, shapes, self.groups)
+
+    @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.weights.values())
+        return self.division.num_parameters
 
     @property
     def frozen(self) -> Tensors:
-        """The parameters that are not trained."""
+        """The parameters that are not trained, or of several ranks this one's parts of them."""
         parameters = self.model.transformer.named_parameters()
-        return {name: parameter.detach() for name, parameter in parameters if name not in self.weights}
+        return {name: local_part(parameter) for name, parameter in parameters if name not in self.weights}
 
     @cached_property
     def frozen_sha256(self) -> str:
-        """The digest of the parameters that are not trained; they never change."""
+        """The digest of the parameters that are not trained; they never change. Ranks find it together."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.frozen.items()):
-            digest.update(f"{name}:{list(tensor.shape)}:{tensor.dtype}\n".encode())
-            digest.update(bytes_of(tensor))
-        return digest.hexdigest()
+        for name, part in sorted(self.frozen.items()):
+            shape = self.model.transformer.get_parameter(name).shape
+            tensor = part if self.shards.is_alone else self.shards.gather_rows(part, shape[0], to=0)
+            digest.update(f"{name}:{list(shape)}:{part.dtype}\n".encode())
+            if tensor is not None:
+                digest.update(bytes_of(tensor))
+        return self.shards.exchange(digest.digest())[0].hex()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held now besides the weights: accumulated gradient and optimiser state."""
+        """Bytes that this process holds besides the weights: accumulated gradient and optimiser state."""
         return _bytes(tensor for kind in (self.grads or {}, *self.moments.values()) for tensor in kind.values())
 
     def tensors(self) -> list[Tensor]:
@@ -101,9 +117,19 @@ class FullRun:
         kinds = {"weights": self.weights, **self.moments}
         if (averaged := self.averaged) is not None:
             kinds["averaged weights"] = averaged
-        for what, tensors in kinds.items():
-            if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
-                raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
+        with self.shards.agreed():
+            for what, tensors in kinds.items():
+                if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
+                    raise CheckpointError(f"the run is not {verb}: its {what} hold numbers that are not finite")
+
+    def state(self, *, with_weights: bool) -> dict[str, tuple[str, str, Tensor]]:
+        """Return what the run has besides its weights, or with these too: kind, name and part by ``kind/name``."""
+        kinds = dict(self.moments)
+        if self.grads is not None:
+            kinds["grad"] = self.grads
+        if with_weights:
+            kinds["weight"] = self.weights
+        return {f"{kind}/{name}": (kind, name, one) for kind, tensors in kinds.items() for name, one in tensors.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +147,13 @@ def create_full_run(model: BaseModel, config: FullConfig, optimizer: OptimizerCo
     """Create a run that begins with the weights that the model has now."""
     groups = find_groups(model.transformer)
     chosen = choose_parameters(model.transformer, config)
-    weights = {name: parameter.detach() for name, parameter in chosen.items()}
+    weights = {name: local_part(parameter) for name, parameter in chosen.items()}
     return FullRun(model, config, optimizer, weights, {name: frozenset({groups[name]}) for name in weights})
 
 
 def apply_step(run: FullRun, params: Mapping[str, StepField]) -> dict[str, float]:
     """Take one step with the accumulated gradient, and clear that; return the metrics of the step."""
-    outcome = take_step(run.optimizer, run.weights, run.grads, run.moments, run.step, params, run.groups)
+    outcome = take_step(run.optimizer, run.weights, run.grads, run.moments, run.step, params, run.groups, run.division)
     run.clear_gradient()
     run.step += outcome.is_applied
     return outcome.metrics

@@ -9,14 +9,14 @@ becomes a link to it. Each byte is read once from memory to be hashed, and once 
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 import torch
 
-from lorimer.engine.directories import FORMAT, File, new_directory, read_manifest, write_manifest
-from lorimer.engine.full.checkpoints import STATE, RunManifest, split_shards, state_tensors
+from lorimer.engine.directories import FORMAT, File, read_manifest, write_manifest
+from lorimer.engine.full.checkpoints import STATE, RunManifest, collect, first_writes, split_shards
 from lorimer.engine.full.full_run import FullRun, Tensors, bytes_of
 from lorimer.errors import CheckpointError
 
@@ -38,21 +38,28 @@ _ALIGNMENT = 8
 def save_snapshot(run: FullRun, directory: str, shares_with: str = "") -> int:
     """Write the run into ``directory``, which is absent or empty, and return the bytes that it occupies.
 
-    On failure nothing is left behind.
+    On failure nothing is left behind. Of several ranks all take part, and rank 0 writes, a shard at a time.
     """
     run.check_finite("saved")
-    older = _files_of(Path(shares_with)) if shares_with else {}
-    with new_directory(directory) as temporary:
+    frozen_sha256 = run.frozen_sha256
+    with first_writes(run, directory) as temporary:
+        older = _files_of(Path(shares_with)) if shares_with and run.shards.rank == 0 else {}
         files: dict[str, File] = {}
-        for name, tensors in _parts(run):
-            files[name] = _write(temporary / name, tensors, Path(shares_with) / name, older.get(name))
+        state = run.state(with_weights=True)
+        for name, keys in _parts(run):
+            tensors = collect(run, {key: state[key] for key in keys})
+            with run.shards.agreed():
+                if tensors is not None:
+                    files[name] = _write(temporary / name, tensors, Path(shares_with) / name, older.get(name))
+        if run.shards.rank:
+            return 0
         manifest = RunManifest(
             format=FORMAT,
             base_model=run.model.name,
             full=run.config,
             optimizer=run.optimizer,
             step=run.step,
-            frozen_sha256=run.frozen_sha256,
+            frozen_sha256=frozen_sha256,
             files=files,
         )
         return write_manifest(temporary, manifest)
@@ -67,15 +74,15 @@ def _files_of(directory: Path) -> dict[str, File]:
     return manifest.files if manifest is not None else {}
 
 
-def _parts(run: FullRun) -> Iterator[tuple[str, Tensors]]:
+def _parts(run: FullRun) -> Iterator[tuple[str, Collection[str]]]:
     """Yield the shards by name: of one kind and group, so that one that does not change is not written again."""
     parts: dict[str, Tensors] = {}
-    for key, tensor in state_tensors(run, with_weights=True).items():
-        kind, _, name = key.partition("/")
-        parts.setdefault(f"{kind}-{'-'.join(sorted(run.groups[name]))}", {})[key] = tensor
+    for key, (kind, name, _) in run.state(with_weights=True).items():
+        part = f"{kind}-{'-'.join(sorted(run.groups[name]))}"
+        parts.setdefault(part, {})[key] = run.division.describe(kind, name)
     for part, tensors in sorted(parts.items()):
         for number, shard in enumerate(split_shards(tensors), 1):
-            yield f"{STATE}-{part}-{number:05}.safetensors", shard
+            yield f"{STATE}-{part}-{number:05}.safetensors", shard.keys()
 
 
 def _write(path: Path, tensors: Tensors, older: Path, recorded: File | None) -> File:

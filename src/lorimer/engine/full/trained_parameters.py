@@ -56,7 +56,8 @@ def choose_parameters(model: PreTrainedModel, config: FullConfig) -> dict[str, T
     if not any(wanted.values()):
         raise InvalidInput(f"nothing to train: one of {', '.join(f'train_{name}' for name in wanted)} must be true")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is embedding.weight and config.train_embed != config.train_unembed:
+    # Ranks that share a tied tensor have it in the embedding only.
+    if (head.weight is None or head.weight is embedding.weight) and config.train_embed != config.train_unembed:
         raise InvalidInput(
             f"train_embed is {config.train_embed} and train_unembed {config.train_unembed}, but the output head of this"
             " model is its embedding, one tensor; accepted are both true or both false"

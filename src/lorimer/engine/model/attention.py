@@ -148,8 +148,8 @@ class Shape:
     softcap: float | None = None
     sinks: Tensor | None = None
     """Attention sinks ``(H,)``: a logit that takes probability from the keys and adds no value."""
-    d_sinks: Tensor | None = None
-    """Buffer of the gradient of the sinks; only a full run has one."""
+    trained_sinks: Tensor | None = None
+    """The parameter of the sinks, whose ``grad`` a full run's backward pass adds to."""
 
 
 def packed_attention(
@@ -173,7 +173,7 @@ def packed_attention(
         softcap=softcap,
         # A copy, because sharding frees the parameter while the backward pass and later steps still need it.
         sinks=None if s_aux is None else s_aux.detach().to(torch.float32, copy=True),
-        d_sinks=None if s_aux is None else s_aux.grad,
+        trained_sinks=s_aux if current.trains_base else None,
     )
     q_HTD, k_KTD, v_KTD = query[0], key[0], value[0]
     if not hasattr(module, "lorimer_shape"):
@@ -344,8 +344,8 @@ def _backward_rows(q: Tensor, k: Joined, v: Joined, d_out: Tensor, shape: Shape)
         d_p = v.multiply(d_o, block.keys)
         d_v.add_(p.to(d_o.dtype), d_o, block.keys)
         d_s = torch._softmax_backward_data(d_p.float(), p, -1, torch.float32)
-        if shape.d_sinks is not None:
-            _add_sink_gradient(shape.d_sinks, p, d_p, q.shape[1])
+        if shape.trained_sinks is not None and shape.trained_sinks.grad is not None:
+            _add_sink_gradient(shape.trained_sinks.grad, p, d_p, q.shape[1])
         if shape.softcap is not None:
             d_s *= 1 - (capped.flatten(1, 2) / shape.softcap).square_()
         d_s = d_s.to(q.dtype)

@@ -28,6 +28,7 @@ from lorimer.engine.model.attention_kernels import Choice, Heads, choose
 from lorimer.engine.model.device import Device
 from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
+from lorimer.engine.model.gradients import SharedGradients, refuse_outside
 from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
 from lorimer.engine.model.mlp import replace_gated_mlps
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
@@ -95,6 +96,8 @@ class BaseModel:
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
         self.shards = ALONE
+        self._gradients: SharedGradients | None = None
+        """Of the weights of a full run that ranks share."""
         self.config = model.config.get_text_config()
         self.max_context = longest_context(self.config)
         self.vocab_size: int = self.config.vocab_size
@@ -179,22 +182,32 @@ class BaseModel:
             ours.add(id(self._embedding.weight))
         elif self._embedding.weight is self._output.weight:
             ours.discard(id(self._embedding.weight))
-        self._native = [p for p in self.transformer.parameters() if id(p) not in ours]
+        self._native = {name for name, p in self.transformer.named_parameters() if id(p) not in ours}
 
     @contextlib.contextmanager
     def recording(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Add gradients of parameters to ``buffers``, by their names, within the block."""
-        trained = [(self.transformer.get_parameter(name), buffer) for name, buffer in buffers.items()]
-        native = {id(p) for p in self._native}
-        for parameter, buffer in trained:
-            parameter.grad = buffer
-            parameter.requires_grad_(id(parameter) in native)
+        """Add gradients of parameters to ``buffers``, by their names, within the block.
+
+        A rank's buffers are for its parts of the parameters; a pass that is computed backward adds to them.
+        """
+        trained = {name: self.transformer.get_parameter(name) for name in buffers}
+        for name, parameter in trained.items():
+            parameter.grad = buffers[name] if self.shards.is_alone else None
+            parameter.requires_grad_(name in self._native)
+        if self._gradients is not None:
+            self._gradients.record(buffers)
         try:
             yield
         finally:
-            for parameter, _ in trained:
+            for parameter in trained.values():
                 parameter.grad = None
                 parameter.requires_grad_(False)
+            if self._gradients is not None:
+                self._gradients.record({})
+
+    def summing_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Compute a pass backward within the block, after the head; ranks sum what their layers add to gradients."""
+        return contextlib.nullcontext() if self._gradients is None else self._gradients.summing()
 
     @contextlib.contextmanager
     def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -245,8 +258,12 @@ class BaseModel:
                 self.head = FrozenMatrix.of(self._embedding, 0).with_bias_of(head)
                 head = None
             others = [self._embedding] if head is None else [self._embedding, head]
+            if self.slot.trains_base:
+                refuse_outside(self.transformer, [self.decoder, *others])
             shards.shard(self.decoder, self._layers, others)
             self.shards, self.device = shards, device
+            if self.slot.trains_base:
+                self._gradients = SharedGradients(self.transformer, self.decoder, self._layers, others, shards)
             self.grouping = Grouping(device.handle, device.dtype, self.config.hidden_size)
             self._choose_kernels()
             self._head_unit = others[-1]
@@ -264,8 +281,10 @@ class BaseModel:
         layers = [sum(p.nbytes for p in layer.parameters()) for layer in self._layers]
         ends = max(self._embedding.weight.nbytes, self._output.weight.nbytes)
         total = sum(p.nbytes for p in {*self.decoder.parameters(), *self._output.parameters()})
-        # A layer is gathered while the one before it is computed.
-        return total // size + max(2 * max(layers), ends)
+        # A layer is gathered while the one before it is computed. Gradients of a full run are whole meanwhile, those of
+        # a layer twice while they are summed.
+        gradients = 2 * max(*layers, ends) + ends if self.slot.trains_base else 0
+        return total // size + max(2 * max(layers), ends) + gradients
 
     @property
     def local_bytes(self) -> int:
@@ -280,12 +299,17 @@ class BaseModel:
             return self.logit_map.apply_(self.head.multiply(hidden).float()).cpu()
 
     @contextlib.contextmanager
-    def gathered_head(self) -> Iterator[None]:
-        """Gather the weight of the head, which ranks share, for as long as it is used; all ranks do so together."""
+    def gathered_head(self, is_trained: bool = False) -> Iterator[None]:
+        """Gather the weight of the head, which ranks share, for as long as it is used; all ranks do so together.
+
+        With ``is_trained`` its gradient may be added to, until ``summing_gradients`` sums it.
+        """
         unit = None if self.shards.is_alone else self._head_unit
         if isinstance(unit, FSDPModule):
             with self.shards.together():
                 unit.unshard()
+                if is_trained and self._gradients is not None:
+                    self._gradients.begin_head()
         try:
             yield
         finally:

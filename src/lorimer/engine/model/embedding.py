@@ -42,16 +42,17 @@ def replace_embedding(embedding: nn.Module) -> bool:
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, anchor: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.tokens, ctx.embedding = tokens, embedding
+        # The weight itself: ranks that share it have only a part in its place when the backward pass comes.
+        ctx.tokens, ctx.weight, ctx.padding_idx = tokens, embedding.weight, embedding.padding_idx
         return F.embedding(tokens, embedding.weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        buffer = ctx.embedding.weight.grad
+        buffer = ctx.weight.grad
         if buffer is not None:
             tokens, d_rows = ctx.tokens.flatten(), grads[0].reshape(-1, buffer.shape[1])
-            if ctx.embedding.padding_idx is not None:  # torch gives this row no gradient
-                is_token = tokens != ctx.embedding.padding_idx
+            if ctx.padding_idx is not None:  # torch gives this row no gradient
+                is_token = tokens != ctx.padding_idx
                 tokens, d_rows = tokens[is_token], d_rows[is_token]
             # Unlike index_add_, this adds in a fixed order on CUDA too, so that a replay gives the same bits.
             buffer.index_put_((tokens,), d_rows, accumulate=True)

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from lorimer.engine.adapters.adapters import Adapter, are_finite, name_factors
 from lorimer.engine.messages import OptimizerConfig, StepField
+from lorimer.engine.sharding import ALONE, Shards
+from lorimer.engine.training.division import Division
 from lorimer.engine.training.optimizers import (
     LARGEST,
     LARGEST_NORM,
@@ -65,8 +68,11 @@ def take_step(
     step: int,
     params: Mapping[str, StepField],
     groups: Mapping[str, frozenset[str]],
+    division: Division | None = None,
 ) -> StepOutcome:
     """Change ``weights`` and ``state`` in place by one step; without ``grads`` the gradient is zero.
+
+    With ``division`` they are this rank's parts, and all ranks take the step together.
 
     Weights are float32 of any shape. ``state`` is empty before the first step, and ``step`` is the number of steps
     applied before. ``groups`` says by weight what ``lr_multipliers`` may name. Gradients may be overwritten.
@@ -79,18 +85,24 @@ def take_step(
     optimizer = _find(config)
     fields = _check_params(config.type, optimizer, params)
     multipliers = _multipliers(fields, weights, groups)
+    if division is None:
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        division = Division(ALONE, optimizer, shapes, defaultdict(frozenset, groups))
+    shards = division.shards
     with torch.no_grad():
         trained = {
             name: TrainedWeight(
                 tensor,
                 torch.zeros_like(tensor) if grads is None else grads[name],
-                state_of(name, state) or optimizer.create_state(tensor, groups.get(name, frozenset())),
+                state_of(name, state) or division.create_state(name, tensor),
                 groups.get(name, frozenset()),
+                division.owners.get(name),
+                division.shapes[name][0] if name in division.owners else 0,
             )
             for name, tensor in weights.items()
         }
         gradient = [weight.grad for weight in trained.values()]
-        grad_norm, update_norm = norm(gradient), 0.0
+        grad_norm, update_norm = shards.norm(norm(gradient)), 0.0
         is_applied = grad_norm < LARGEST_NORM
         if is_applied:
             _clip(gradient, grad_norm, fields["grad_clip_norm"])
@@ -98,14 +110,16 @@ def take_step(
             for name, weight in trained.items():
                 parts[multipliers[name]].append(weight)
             scaled = [(part, _scale_rates(fields, multiplier)) for multiplier, part in parts.items()]
-            is_applied, update_norm = _update(optimizer, scaled, grad_norm, step)
+            is_applied, update_norm = _update(optimizer, scaled, grad_norm, step, shards)
         if is_applied:
             _keep(state, trained)
-        norms = {"grad_norm": grad_norm, "update_norm": update_norm, "param_norm": norm(list(weights.values()))}
+        param_norm = shards.norm(norm(list(weights.values())))
+        norms = {"grad_norm": grad_norm, "update_norm": shards.norm(update_norm), "param_norm": param_norm}
     metrics = {key: value for key, value in norms.items() if math.isfinite(value)}
     metrics |= {"skipped": float(not is_applied), "optimizer_step": float(step + is_applied)}
-    metrics |= {"num_parameters": float(sum(tensor.numel() for tensor in weights.values()))}
-    return StepOutcome(is_applied, metrics | {"optimizer_state_bytes": float(state_bytes(state))})
+    metrics |= {"num_parameters": float(division.num_parameters)}
+    (num_bytes,) = shards.sum_numbers(state_bytes(division.counted(state)))
+    return StepOutcome(is_applied, metrics | {"optimizer_state_bytes": num_bytes})
 
 
 def state_bytes(state: State) -> int:
@@ -120,11 +134,12 @@ def check_state(
     step: int,
     groups: Mapping[str, frozenset[str]],
 ) -> None:
-    """Refuse a loaded state that is not the one that ``step`` steps on ``weights`` leave behind."""
+    """Refuse a loaded state that is not the one that ``step`` steps on ``weights`` leave behind.
+
+    Tensors on the device ``meta`` stand for those of which a rank has a part.
+    """
     optimizer = _find(config)
-    for kind, tensors in state.items():
-        if not are_finite([tensor for tensor in tensors.values() if tensor.is_floating_point()]):
-            raise CheckpointError(f"the saved state holds numbers in {kind!r} that are not finite")
+    check_finite(state)
     for name, weight in weights.items():
         created = optimizer.create_state(weight.to("meta"), groups.get(name, frozenset()))
         expected = {kind: (tuple(one.shape), one.dtype) for kind, one in created.items()}
@@ -132,6 +147,14 @@ def check_state(
         optional = dict.fromkeys(optimizer.optional, (weight.shape, weight.dtype))
         if found != expected and (found or step) and {**optional, **found} != {**optional, **expected}:
             raise CheckpointError(f"the saved state of {name!r} is {found}, where {config.type} has {expected}")
+
+
+def check_finite(state: State) -> None:
+    """Refuse a loaded state with numbers that are not finite."""
+    for kind, tensors in state.items():
+        found = [tensor for tensor in tensors.values() if tensor.is_floating_point() and not tensor.is_meta]
+        if not are_finite(found):
+            raise CheckpointError(f"the saved state holds numbers in {kind!r} that are not finite")
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
@@ -191,40 +214,87 @@ def _clip(grads: list[Tensor], grad_norm: float, max_norm: float) -> None:
 
 
 def _update(
-    optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], grad_norm: float, step: int
+    optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], grad_norm: float, step: int, shards: Shards
 ) -> tuple[bool, float]:
     """Update the weights unless the result is not finite; return whether it was finite, and the norm of the change."""
-    if all(optimizer.is_bounded(weights, grad_norm, step, fields) for weights, fields in parts):
-        return True, _update_all(optimizer, parts, step)
+    if shards.all(all(optimizer.is_bounded(weights, grad_norm, step, fields) for weights, fields in parts)):
+        is_computed, move = _update_all(optimizer, parts, step, shards)
+        assert is_computed, "what is bounded does not overflow"
+        return True, move
     every = [weight for weights, _ in parts for weight in weights]
     before = [(one, one.clone()) for weight in every for one in (weight.tensor, *weight.state.values())]
-    move = 0.0
-    try:
-        move = _update_all(optimizer, parts, step)
-        is_usable = all(map(_is_usable, every))
-    except RuntimeError as error:
-        if "overflow" not in str(error):  # torch's word for a factor that float32 cannot hold
-            raise
-        is_usable = False
-    if not is_usable:
+    is_computed, move = _update_all(optimizer, parts, step, shards)
+    if not shards.all(is_computed and all(map(_is_usable, every))):
         for tensor, copy in before:
             tensor.copy_(copy)
         return False, 0.0
     return True, move
 
 
-def _update_all(optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], step: int) -> float:
-    """Update all weights, a chunk at a time, and return the norm of the change."""
+def _update_all(
+    optimizer: Optimizer, parts: list[tuple[list[TrainedWeight], Fields]], step: int, shards: Shards
+) -> tuple[bool, float]:
+    """Update all weights, a chunk at a time; return whether nothing overflowed, and the norm of this rank's changes."""
     moves = []
+    is_computed = True
     scratch: list[Tensor] = []
     for weights, fields in parts:
-        for chunk in _chunks(weights, optimizer.is_elementwise):
+        owned = [weight for weight in weights if weight.owner is not None]
+        for chunk in _chunks([weight for weight in weights if weight.owner is None], optimizer.is_elementwise):
             tensors = [weight.tensor for weight in chunk]
             old = _copies(tensors, scratch)
-            optimizer.update(chunk, step, fields)
+            is_computed &= _compute(optimizer, chunk, step, fields)
             torch._foreach_sub_(old, tensors)
             moves.append(norm(old))
-    return moves[0] if len(moves) == 1 else math.hypot(*moves)
+        for chunk in _rounds(owned):
+            is_updated, move = _update_gathered(optimizer, chunk, step, fields, shards)
+            is_computed &= is_updated
+            moves.append(move)
+    return is_computed, moves[0] if len(moves) == 1 else math.hypot(*moves)
+
+
+def _compute(optimizer: Optimizer, weights: list[TrainedWeight], step: int, fields: Fields) -> bool:
+    """Update weights; return false if torch finds that a factor overflows."""
+    try:
+        optimizer.update(weights, step, fields)
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # torch's word for a factor that float32 cannot hold
+            raise
+        return False
+    return True
+
+
+def _rounds(weights: list[TrainedWeight]) -> Iterator[list[TrainedWeight]]:
+    """Yield weights of different owners together, so that each rank has at most one whole at a time."""
+    by_owner: dict[int | None, list[TrainedWeight]] = {}
+    for weight in weights:
+        by_owner.setdefault(weight.owner, []).append(weight)
+    for several in zip_longest(*by_owner.values()):
+        yield [weight for weight in several if weight is not None]
+
+
+def _update_gathered(
+    optimizer: Optimizer, weights: list[TrainedWeight], step: int, fields: Fields, shards: Shards
+) -> tuple[bool, float]:
+    """Update weights, each as a whole at its owner; return as `_update_all` does."""
+    own: TrainedWeight | None = None
+    for weight in weights:
+        assert weight.owner is not None
+        tensor = shards.gather_rows(weight.tensor, weight.num_rows, weight.owner)
+        grad = shards.gather_rows(weight.grad, weight.num_rows, weight.owner)
+        if tensor is not None and grad is not None:
+            own = TrainedWeight(tensor, grad, weight.state, weight.groups)
+    is_computed, move = True, 0.0
+    with shards.together():
+        if own is not None:
+            old = own.tensor.clone()
+            is_computed = _compute(optimizer, [own], step, fields)
+            move = norm([old.sub_(own.tensor)])
+    for weight in weights:
+        assert weight.owner is not None
+        whole = own.tensor if own is not None and weight.owner == shards.rank else None
+        shards.scatter_rows(whole, weight.tensor, weight.num_rows, weight.owner)
+    return is_computed, move
 
 
 def _copies(tensors: list[Tensor], scratch: list[Tensor]) -> list[Tensor]:
@@ -247,7 +317,8 @@ def _chunks(weights: list[TrainedWeight], is_elementwise: bool) -> Iterator[list
             chunk, num_bytes = [], 0
         chunk.append(weight)
         num_bytes += weight.tensor.nbytes
-    yield chunk
+    if chunk:
+        yield chunk
 
 
 def _split(weight: TrainedWeight) -> list[TrainedWeight]:

@@ -44,6 +44,10 @@ class TrainedWeight:
     """By the optimiser's own names."""
     groups: frozenset[str] = frozenset()
     """What it belongs to: ``attn``, ``mlp``, ``unembed``, ``embed`` or ``norms``, and ``lora_A`` or ``lora_B``."""
+    owner: int | None = None
+    """The rank that updates it, where ranks share a weight that is updated as a whole; the others have no state."""
+    num_rows: int = 0
+    """Rows of the whole weight, if it has an owner; ``tensor`` and ``grad`` are some of them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Optimizer:
     """Returns why fields that are right each do not go together; empty if they do."""
     average: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = None
     """Returns the weight to sample with, where it is not the one at which gradients are taken."""
+    needs_whole: Callable[[Tensor, frozenset[str]], bool] = lambda weight, groups: False
+    """Whether a weight is updated as a whole, given its groups; otherwise ranks update their rows by themselves."""
+    shared: tuple[str, ...] = ()
+    """Names of tensors that are the same for all rows of a weight."""
 
 
 Range = tuple[Callable[[Any], bool], str]
@@ -168,8 +176,12 @@ def _is_adam_step_bounded(largest: float, step: int, fields: Fields) -> bool:
 # ── AdamW with moments in 8 bits ──────────────────────────────────────────────────────────────────────
 
 
+def _has_quantized_moments(weight: Tensor, groups: frozenset[str]) -> bool:
+    return weight.numel() >= quantized_moments.MIN_NUMBERS
+
+
 def _create_adamw8bit(weight: Tensor, groups: frozenset[str]) -> dict[str, Tensor]:
-    if weight.numel() < quantized_moments.MIN_NUMBERS:
+    if not _has_quantized_moments(weight, groups):
         return _zeros("exp_avg", "exp_avg_sq")(weight, groups)
     return quantized_moments.create(weight)
 
@@ -409,9 +421,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Optimizer(_zeros("exp_avg", "exp_avg_sq"), _update_adam, _is_adam_bounded, is_elementwise=True),
     "sgd": Optimizer(_zeros(), _update_sgd, _is_sgd_bounded, optional=("momentum_buffer",), find_trouble=_sgd_trouble),
     "lion": Optimizer(_zeros("exp_avg"), _update_lion, _is_lion_bounded, is_elementwise=True),
-    "adafactor": Optimizer(_create_adafactor, _update_adafactor, _is_adafactor_bounded),
-    "muon": Optimizer(_create_muon, _update_muon, _is_muon_bounded),
-    "adamw8bit": Optimizer(_create_adamw8bit, _update_adamw8bit, _is_adamw8bit_bounded),
+    "adafactor": Optimizer(
+        _create_adafactor, _update_adafactor, _is_adafactor_bounded, needs_whole=lambda weight, groups: True
+    ),
+    "muon": Optimizer(_create_muon, _update_muon, _is_muon_bounded, needs_whole=_is_muon_matrix),
+    "adamw8bit": Optimizer(
+        _create_adamw8bit, _update_adamw8bit, _is_adamw8bit_bounded, needs_whole=_has_quantized_moments
+    ),
     "schedule_free_adamw": Optimizer(
         _create_schedule_free,
         _update_schedule_free,
@@ -419,6 +435,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         # The average is divided by it, and a small one would magnify rounding.
         ranges={"beta1": (lambda value: isinstance(value, float) and 0.1 <= value < 1, "at least 0.1 and below 1")},
         average=_average_schedule_free,
+        shared=("averaging",),
     ),
 }
 

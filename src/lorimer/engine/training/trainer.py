@@ -5,7 +5,8 @@ run through the base with every run's adapter on its own tokens, and scored (``s
 runs only when the whole batch has succeeded, so a failure changes no run. The scheduler chooses what makes a batch.
 
 Where several ranks share the base, each gets the whole batch, plans it like the others and computes the sequences that
-are dealt to it. Gradients are summed over the ranks; rank 0 collects the results.
+are dealt to it. Gradients are summed over the ranks, those of a full run layer by layer (``model/gradients.py``); rank
+0 collects the results.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,7 +74,7 @@ class _Plan:
 
 @dataclass
 class _Gradients:
-    """Buffers for the gradients of a batch, by the identity of the run; the same at all ranks."""
+    """Buffers for the gradients of a batch, by the identity of the run; those of adapters are whole at all ranks."""
 
     adapters: dict[int, Pairs]
     full: dict[int, Tensors]
@@ -160,7 +161,8 @@ class Trainer:
                     counts = self._pass(batch, plan, members, outcomes, gradients.adapters)
                 expert_counts = _add(expert_counts, counts)
             else:
-                self._attend_pass(batch[0].adapter, plan.is_trained)
+                with gradients.recording(batch[0].adapter):
+                    self._attend_pass(batch[0].adapter, plan.is_trained)
         expert_counts = self._read(outcomes, expert_counts)
         self.model.shards.sum_([tensor for pairs in gradients.adapters.values() for tensor in flatten(pairs)])
         self.num_tokens += sum(len(s.tokens) for s in sequences)
@@ -213,16 +215,16 @@ class Trainer:
     def _attend_pass(self, adapter: Adapter | FullRun, is_trained: bool) -> None:
         """Take part in a pass in which this rank has no sequence: one token without loss, gradient or result."""
         device = self.model.device.handle
-        assert isinstance(adapter, Adapter), "a full run is computed by one rank"
         current = Pass(
             # Without an adapter autograd would not record the layers, and the backward pass not gather them.
-            slices=[AdapterSlice(0, 1, adapter.weights, adapter.scale)],
+            slices=_slices([(adapter, 1)], None),
             groups=group_sequences([1], [0], device),
+            trains_base=isinstance(adapter, FullRun),
         )
         token = torch.zeros(1, dtype=torch.int64, device=device)
         with torch.set_grad_enabled(is_trained):
             hidden_TH = self.model.hidden(token, torch.zeros_like(token), current)
-        with self.model.gathered_head():
+        with self.model.gathered_head(is_trained):
             pass
         self._agree(None)
         self._finish_pass(hidden_TH, torch.zeros_like(hidden_TH) if is_trained else None)
@@ -245,7 +247,7 @@ class Trainer:
         if d_hidden_TH is None:
             self.model.end_pass()
         else:
-            with self.model.shards.together():
+            with self.model.shards.together(), self.model.summing_gradients():
                 torch.autograd.backward([hidden_TH], [d_hidden_TH])
 
     def _collect(self, outcomes: list[Outcome], expert_counts: list[Tensor]) -> list[Tensor]:
@@ -315,7 +317,7 @@ class Trainer:
             hidden_TH = self.model.hidden(tokens_T, positions_T, current, placements)
         d_hidden_TH = torch.zeros_like(hidden_TH) if is_trained else None
         failure: Exception | None = None
-        with self.model.gathered_head():
+        with self.model.gathered_head(is_trained):
             try:
                 blocks = _blocks(batch, plan, layout, current.slices, device)
                 self._scorer.score(blocks, hidden_TH.detach(), d_hidden_TH, outcomes)
