@@ -4,6 +4,7 @@ commands are printed so that they work as printed.
 A traceback would be a fault of ours; ``LORIMER_DEBUG=1`` shows it nevertheless.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -11,8 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import typer
 
@@ -91,7 +94,7 @@ def sentence(error: BaseException, extra: str = "server") -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename!r}: {error.strerror}"
     elif isinstance(error, ImportError) and "pip install" not in text:
-        text = f'a package is missing ({text}): pip install "lorimer[{extra}]"'
+        text = f"a package is missing ({text}): {installation(extra)}"
     elif (errors := getattr(error, "errors", None)) and hasattr(error, "error_count"):  # pydantic's
         text = "; ".join(f"{'.'.join(map(str, each['loc']))} is {each['input']!r}: {each['msg']}" for each in errors())
     elif isinstance(error, ValueError) and not isinstance(error, LorimerError):
@@ -99,6 +102,27 @@ def sentence(error: BaseException, extra: str = "server") -> str:
     if status_of(error) == 401:
         text += "; give a key with --api-key or LORIMER_API_KEY (`lorimer key create NAME` makes one)"
     return " ".join(line.strip() for line in text.splitlines())
+
+
+def installation(extra: str) -> str:
+    """Return the command that installs an extra; in an environment of uvx or ``pipx run``, the one to run instead."""
+    place, wanted, again = Path(sys.prefix), f'"{wheel() or "lorimer"}[{extra}]"', shlex.join(sys.argv[1:])
+    if "archive-v0" in place.parts:
+        return f"uvx --torch-backend auto --from {wanted} lorimer {again}"
+    if place.parent.name == "pipx":
+        return f"pipx run --spec {wanted} lorimer {again}"
+    if place.parts[-3:-1] == ("uv", "tools"):
+        return f"uv tool install --torch-backend auto {wanted}"
+    if place.parts[-3:-1] == ("pipx", "venvs"):
+        return f"pipx install --force {wanted}"
+    return f'pip install "lorimer[{extra}]"'
+
+
+def wheel() -> str | None:
+    """Return the path of the wheel that Lorimer was installed from, if it was a file."""
+    text = metadata.distribution("lorimer").read_text("direct_url.json")
+    url = json.loads(text).get("url", "") if text else ""
+    return unquote(urlsplit(url).path) if url.startswith("file:") and url.endswith(".whl") else None
 
 
 def exit_code(error: BaseException) -> int:

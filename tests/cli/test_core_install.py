@@ -84,13 +84,46 @@ def test_every_command_of_the_core(core, tmp_path):
         if ended["code"]:
             told = ended["stderr"].splitlines()
             assert len(told) == 1 and told[0].startswith("lorimer: "), (name, told)
-    assert [name for name, ended in outcomes.items() if not ended["code"]] == [
-        "recipe list",
-        "doctor",
-        "version",
-    ]
+    assert {name for name, ended in outcomes.items() if not ended["code"]} == {"recipe list", "doctor", "version"}
     for name in SAYS_WHAT_IS_MISSING:
         assert re.search(r"pip install [\"']lorimer\[server(,cookbook)?\]", outcomes[name]["stderr"]), (
             name,
             outcomes[name],
         )
+
+
+RUNNERS = {
+    "uvx": ("uv/archive-v0/a1b2", 'uvx --torch-backend auto --from "lorimer[server,cookbook]" lorimer demo --steps 2'),
+    "pipx run": ("cache/pipx/a1b2", 'pipx run --spec "lorimer[server,cookbook]" lorimer demo --steps 2'),
+    "uv tool": ("uv/tools/lorimer", 'uv tool install --torch-backend auto "lorimer[server,cookbook]"'),
+    "pipx": ("pipx/venvs/lorimer", 'pipx install --force "lorimer[server,cookbook]"'),
+    "pip": ("venv", 'pip install "lorimer[server,cookbook]"'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "told"), RUNNERS.values(), ids=RUNNERS)
+def test_demo_of_the_core_names_the_command_that_works(core, tmp_path, place, told):
+    """The environment is where the runner would have made it."""
+    environment = tmp_path / place
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    environment.symlink_to(core.parents[1])
+    run = subprocess.run(
+        [environment / "bin" / "python", "-m", "lorimer.cli", "demo", "--steps", "2"],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NO_COLOR": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    (wheel,) = core.parents[2].glob("lorimer-*.whl")
+    told = told if place == "venv" else told.replace('"lorimer[', f'"{wheel}[')
+    assert run.stderr.count("\n") == 1 and run.stderr.endswith(f": {told}\n"), run.stderr
+
+
+@pytest.mark.slow
+def test_help_of_the_core_needs_nothing_else(core, tmp_path):
+    for command in (["--help"], ["demo", "--help"], ["version"]):
+        run = subprocess.run([core, "-m", "lorimer.cli", *command], cwd=tmp_path, capture_output=True, timeout=120)
+        assert run.returncode == 0, run.stderr
