@@ -161,7 +161,7 @@ def test_two_models_get_the_same_history_and_the_user_chooses_the_answer(keyed, 
     page.get_by_label("Model", exact=True).fill("not/served")
     ask(page, "More.")
     ended(page, 6)
-    last = page.locator(".turn").last
+    last = page.locator(".play-turn").last
     expect(last.locator(".candidate.chosen .figures")).not_to_contain_text("failed")
     expect(last.get_by_role("alert")).to_contain_text("is not served here")
 

@@ -226,12 +226,12 @@ def test_a_model_without_a_chat_template_completes_text_instead(keyed, open_page
 
 def test_a_phone_has_room_for_all_of_it(keyed, open_page):
     page = open_page(keyed.url, f"/console/playground?model={MODEL}&other={MODEL}", key=keyed.key, phone=True)
-    expect(page.locator(".models .picker")).to_have_count(2)
+    expect(page.locator(".play-models .picker")).to_have_count(2)
     page.get_by_label("Message", exact=True).fill(QUESTION)
     page.get_by_role("button", name="Send").tap()
     expect(page.locator(".figures")).to_have_count(2)
     expect(page.locator(".figures").nth(1)).to_contain_text("ended")
-    page.locator(".token").first.tap()
+    page.locator(".tokens .token").first.tap()
     tip = page.get_by_role("tooltip").bounding_box()
     assert tip["x"] >= 0 and tip["x"] + tip["width"] <= 360
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

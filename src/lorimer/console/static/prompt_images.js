@@ -28,7 +28,7 @@ export class ImageField {
       "aria-label": "Image files",
       onchange: async () => (await this.add(files.files), (files.value = "")),
     });
-    this.adder = h("span", null, button("Add image", () => files.click(), { class: "quiet" }), files);
+    this.adder = h("span", null, button("Image", () => files.click(), { class: "quiet", "aria-label": "Add image", title: "Add PNG or JPEG files" }), files);
     this.node = h("div", { class: "prompt-images" });
     this.#draw();
   }

@@ -53,7 +53,7 @@ export class TurnList {
     const shown = isOpen ? answers : [step.answer];
     return h(
       "section",
-      { class: "turn" },
+      { class: "play-turn" },
       this.#asked(step),
       this.#pager("Answers", turn, turn.batches),
       columns(shown).map((side) => h("div", { class: "side" }, side.map((one) => this.#answer(step, one)))),

@@ -89,13 +89,13 @@ class Playground {
           { class: "panel" },
           h(
             "div",
-            { class: "models" },
+            { class: "play-models" },
             this.#pickers.map((picker) => picker.node),
           ),
           this.#fairness,
+          this.#legend,
           this.#list.node,
         ),
-        this.#legend,
         this.#composer(),
       ),
       this.#settings(),
@@ -123,7 +123,7 @@ class Playground {
   #fairness = h(
     "p",
     { class: "muted" },
-    "Both models get the same history: of each turn the answer marked \u201cGoes on\u201d, whichever model wrote it.",
+    "Both models get the same history: of each turn, the answer marked \u201cGoes on\u201d.",
   );
   #stopper = null;
 
@@ -277,7 +277,7 @@ class Playground {
     const fork = this.#fork;
     this.#list.draw(fork, memory.mode);
     this.#enable();
-    this.#list.viewOf(answers[0]).node.closest(".turn").scrollIntoView({ block: "nearest" });
+    this.#list.viewOf(answers[0]).node.closest(".play-turn").scrollIntoView({ block: "nearest" });
     const sides = [0, 1].map((side) => answers.filter((one) => one.side === side)).filter((side) => side.length);
     await Promise.all(sides.map((side) => this.#request(fork, turn, side, signal)));
     this.#stopper = null;
