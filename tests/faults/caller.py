@@ -105,11 +105,16 @@ class Caller:
 
 
 def training_input(tokens: Sequence[int], num_data: int = 1) -> dict[str, Any]:
+    """The tokens, and then the same in other orders: what datums share is computed once."""
+    orders = [[tokens[(i + j * (1 + i % 7)) % len(tokens)] for j in range(len(tokens))] for i in range(num_data)]
+    return {"data": [_datum(order) for order in orders], "loss_fn": "cross_entropy"}
+
+
+def _datum(tokens: Sequence[int]) -> dict[str, Any]:
     targets = {"data": [*tokens[1:], 60], "dtype": "int64", "shape": [len(tokens)]}
     weights = {"data": [1.0] * len(tokens), "dtype": "float32", "shape": [len(tokens)]}
     chunk = {"type": "encoded_text", "tokens": list(tokens)}
-    datum = {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}}
-    return {"data": [datum] * num_data, "loss_fn": "cross_entropy"}
+    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}}
 
 
 def sample_body(sampler: str, seq_id: int, prompt: Sequence[int] = PROMPT, **fields: Any) -> dict[str, Any]:
