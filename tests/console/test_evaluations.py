@@ -1,5 +1,7 @@
 """Evaluations: the table of checkpoints and tasks, the best of each task, a paired test, scores beside checkpoints."""
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -47,7 +49,7 @@ def test_best_is_marked_and_two_are_compared(server, open_page, paths):
     expect(result).to_contain_text("B is better")
     expect(result).to_contain_text("0.00049")  # 2 / 2**12
     expect(result).to_contain_text("McNemar")
-    assert "first=tinker" in page.url
+    expect(page).to_have_url(re.compile(r"first=tinker"))
     page.reload()
     expect(page.locator("[data-row='sums accuracy']")).to_contain_text("B is better")
     page.get_by_label("Search evaluations").fill("chat")

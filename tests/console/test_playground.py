@@ -221,7 +221,7 @@ def test_a_model_without_a_chat_template_completes_text_instead(keyed, open_page
     choose(page, Max_tokens="4")
     answer = ask(page, "1 + 1 =")
     expect(answer.locator(".figures")).to_contain_text(re.compile(r"\b[1-4] tokens?\b"))
-    assert "mode=complete" in page.url
+    expect(page).to_have_url(re.compile(r"mode=complete"))
 
 
 def test_a_phone_has_room_for_all_of_it(keyed, open_page):

@@ -151,7 +151,7 @@ def test_one_rollout_its_group_and_another_step(viewer):
     expect(page.locator(".group-column header b")).to_have_text(["step 2", "step 3"])
     page.get_by_role("button", name="Close").click()
     expect(page.locator(".rollout-detail")).to_be_empty()
-    assert "rollout=" not in page.url
+    expect(page).not_to_have_url(re.compile(r"rollout="))
 
 
 def test_a_click_on_a_chart_shows_the_rollouts_of_its_step(server, open_page, run):

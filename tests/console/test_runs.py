@@ -49,11 +49,11 @@ def test_ticked_runs_are_compared(server, open_page, trainer):
     expect(chart).to_have_attribute("data-points", "4 6")
     page.get_by_role("button", name=f"Take {clients[1].model_id} out of the charts").click()
     expect(chart).to_have_attribute("data-points", "4")
-    assert "compare" not in page.url
+    expect(page).not_to_have_url(re.compile(r"compare"))
     page.get_by_label("Compare with another run, by its name or id").fill(clients[1].model_id)
     page.keyboard.press("Enter")
     expect(chart).to_have_attribute("data-points", "4 6")
-    assert "compare=" in page.url
+    expect(page).to_have_url(re.compile(r"compare="))
 
 
 def test_a_run_that_is_not_there_is_refused_by_name(server, open_page, watch, trainer):

@@ -66,4 +66,4 @@ def test_the_fields_are_chosen_on_the_page_and_kept_in_the_address(server, open_
     expect(page.locator(".scatter svg")).to_contain_text("k1")
     page.get_by_role("button", name="Scatter").click()
     expect(page.locator(".scatter")).to_be_hidden()
-    assert "plot_x" not in page.url
+    expect(page).not_to_have_url(re.compile(r"plot_x"))
