@@ -34,7 +34,7 @@ def test_data_are_checked_and_a_training_is_started_stopped_and_resumed(server, 
     trained = "".join(first.locator(".data-token.trained").all_text_contents())
     assert trained.split("<")[0].strip().isdecimal(), trained
 
-    for name, value in (("rank", "4"), ("batch size", "2"), ("epochs", "2000"), ("learning rate", "0.001")):
+    for name, value in (("rank", "4"), ("batch size", "2"), ("epochs", "200"), ("learning rate", "0.001")):
         page.get_by_label(name, exact=True).fill(value)
     page.get_by_label("name", exact=True).fill("from <b>here</b>")
     page.get_by_role("button", name="Start", exact=True).click()
