@@ -18,7 +18,7 @@ OUR_FIELDS = {
     "ModelData": {"model_id", "lora_rank"},  # the documentation shows them
     "CreateModelRequest": {"run", "full_config"},  # name, configuration and more of the run
     "LoadWeightsRequest": {"run"},
-    "Checkpoint": {"step"},
+    "Checkpoint": {"step", "run_id", "run_name"},
     "SessionSummary": {"tags", "training_runs_count", "last_seen_at"},  # the console shows them
     "GetSessionResponse": {"status", "errors"},
     "TrainingRun": {

@@ -66,12 +66,14 @@ class Refusal(errors.LorimerError):
 def error_response(
     scope: Scope, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Build an error response. Add ``Retry-After`` where the client should retry."""
+    """Build an error response. Tell clients when to retry, and that a conflict, which they would retry, stays one."""
     state = scope.get("state", {})
     shape = {"detail": printable(detail), "code": code, "request_id": state.get("request_id", "")}
     foreign = foreign_fields(scope["path"], status, code, shape["detail"], state.get("param"))
     body = orjson.dumps(shape | foreign)
     retry = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    if status == 409:
+        retry = {"x-should-retry": "false"}
     return Response(body, status, {**retry, **(headers or {})}, media_type="application/json")
 
 

@@ -72,7 +72,9 @@ async def test_checkpoints_of_a_run_and_of_a_user(newcomer):
     assert timedelta(minutes=59) < left < timedelta(minutes=61)
     everything = await user.fetch("checkpoints", params={"limit": 2, "offset": 1})
     assert everything["cursor"] == {"offset": 1, "limit": 2, "total_count": 3}
-    assert everything["checkpoints"] == listed[1:]
+    assert {found["run_id"] for found in everything["checkpoints"]} == {run_id}
+    no_run = {"run_id": None, "run_name": None}
+    assert [found | no_run for found in everything["checkpoints"]] == listed[1:]
 
 
 async def test_old_releases_never_see_exports(newcomer):

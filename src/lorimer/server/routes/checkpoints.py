@@ -256,7 +256,7 @@ def change_visibility(c: Connection, checkpoint: Checkpoint, public: bool, key: 
         if checkpoints.find(c, checkpoint.model_id, checkpoint.kind, checkpoint.name) is None:
             raise missing_checkpoint(path)
         detail = f"checkpoint {path!r} is {'public' if public else 'private'} already; nothing was changed"
-        raise Refusal(409, "already_public" if public else "already_private", detail, {"x-should-retry": "false"})
+        raise Refusal(409, "already_public" if public else "already_private", detail)
     if key:
         idempotency.remember(c, checkpoint.user_id, f"{event} {key}", path)
 
