@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
-test: $(INSTALLED) ## Run what any change can break, in about ten minutes on two cores
+test: $(INSTALLED) ## Run what any change can break, in 12 to 20 minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 	LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine/test_synchronisations.py -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 
@@ -47,7 +47,7 @@ test-console: $(INSTALLED) ## Run the tests of the console in a browser
 test-slow: $(INSTALLED) ## Run the other slow tests, and those that download something
 	$(BIN)/python -m pytest -m "slow and not gpu and not service and not console"
 
-test-all: check test-console test test-service ## Run what CI runs, in about 40 minutes on two cores
+test-all: check test-console test test-service ## Run what CI runs, in 40 to 60 minutes on two cores
 
 coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach outside of engine/, servers' processes included
 	rm -rf build/coverage
