@@ -28,6 +28,11 @@ NAMES = (
     *("nemotron3_ultra", "nemotron3_ultra_medium_thinking"),
     *("nemotron3_ultra_disable_thinking", "nemotron3_ultra_preserve_thinking"),
     *("deepseekv3", "deepseekv3_disable_thinking", "deepseekv3_thinking"),
+    *("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"),
+    *("deepseekv4_1_disable_thinking", "deepseekv4_1_preserve_thinking"),
+    *("glm5_3_low_reasoning", "glm5_3_high_reasoning", "glm5_3_max_reasoning"),
+    *("kimi_k2", "kimi_k25", "kimi_k25_disable_thinking"),
+    *("kimi_k26", "kimi_k26_disable_thinking", "kimi_k26_preserve_thinking"),
     *("gpt_oss_no_sysprompt", "gpt_oss_low_reasoning", "gpt_oss_medium_reasoning", "gpt_oss_high_reasoning"),
 )
 SPECIAL_MARKS = ["<|im_start|>", "<|im_end|>"]
@@ -38,6 +43,11 @@ PLAIN_MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_resp
 PLAIN_MARKS += ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"]
 PLAIN_MARKS += ["<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"]
 """Tokens of their own that are no special ones, as in the tokenizers of Qwen3 and DeepSeek V3."""
+LATER_MARKS = ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"]
+LATER_MARKS += [f"<|tool_{name}_{end}|>" for name in ("calls_section", "call") for end in ("begin", "end")]
+LATER_MARKS += ["<|tool_call_argument_begin|>", "<｜System｜>", "｜DSML｜"]
+LATER_MARKS += ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
+"""Special ones too, added last so that the others keep their numbers."""
 SHORT, SHOWN = 16, 60
 MODES = (
     "last_assistant_message",
@@ -143,6 +153,21 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         said("assistant", [text(" "), thought("So. "), text("\n Noon. "), text(" ")]),
         said("user", "And?"),
     ],
+    "results in another order": [
+        said("user", "Weather and time?"),
+        said("assistant", "I look.", tool_calls=[call("weather", '{"city": "Rome"}', id="call-6"), CLOCK]),
+        said("tool", "noon", name="clock", tool_call_id="call-7"),
+        said("tool", [text("rain")], name="weather", tool_call_id="call-6"),
+        said("user", "And?"),
+        said("assistant", [thought("Both."), text("Rain at noon.")]),
+    ],
+    "a system message later": [
+        SUM,
+        said("assistant", [thought("Easy."), text("5")]),
+        said("system", "Be brief."),
+        said("assistant", "Five."),
+    ],
+    "two parts of a user": [said("user", [text("2"), text(" + 3?")]), said("assistant", "5")],
     "no calls": [said("user", "Time?"), said("assistant", "Noon.", tool_calls=[])],
 }
 WITHOUT_TOOLS = ("role_colon", "llama3")
@@ -215,6 +240,26 @@ RESPONSES = [
     "<|start|>assistant to=functions.clock<|channel|>commentary{end}",
     "<|channel|>other<|message|>5{end}",
     "<|channel|>final<|message|>5",
+    "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>{{}}"
+    '<|tool_call_end|><|tool_call_begin|> plan:1 <|tool_call_argument_begin|> {{"a": [1]}} <|tool_call_end|>'
+    "<|tool_calls_section_end|>{end}",
+    "Hm.</think><|tool_call_section_begin|><|tool_call_begin|>clock:0<|tool_call_argument_begin|>{{<|tool_call_end|>"
+    "<|tool_call_section_end|>{end}",
+    "<|tool_calls_section_begin|><|tool_call_begin|>clock:0<|tool_call_argument_begin|>{{}}{end}",
+    'Hm.</think>I look.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="plan">\n<｜DSML｜ parameter name="a" string="true">'
+    'x</｜DSML｜ parameter>\n<｜DSML｜ parameter name="b" string="false">[1]</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+    '<｜DSML｜ invoke name="clock">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>{end}',
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="plan">\n<｜DSML｜ parameter name="a" string="false">x'
+    '</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n<｜DSML｜ invoke name="plan">\nx</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+    " and more{end}",
+    "<｜DSML｜ calls>clock</｜DSML｜ calls>{end}",
+    "I look. <｜DSML｜ calls>\n{end}",
+    "I look. <｜DSML｜ invoke>{end}",
+    "Hm.</think>I look.<tool_call>plan<arg_key>a</arg_key><arg_value>[1]</arg_value>\n<arg_key> b </arg_key>"
+    "<arg_value>x y</arg_value></tool_call><tool_call>clock</tool_call>{end}",
+    "<tool_call>plan<arg_key>a</arg_key>b<arg_value>1</arg_value></tool_call><tool_call> </tool_call>{end}",
+    "It is 5.<|observation|>",
+    "It is 5.<|endoftext|>",
     "It is 5.{eos}",
     "It is 5.\n\nUser: Thanks.\n\nUser: Bye.",
     "It is 5.\n\nUser:{eos}",
@@ -232,6 +277,7 @@ def tokenizer_of(directory: Path) -> Any:
     if directory == BUNDLED:
         tokenizer.add_tokens(list(SPECIAL_MARKS), special_tokens=True)
         tokenizer.add_tokens(PLAIN_MARKS)
+        tokenizer.add_tokens(list(LATER_MARKS), special_tokens=True)
     return tokenizer
 
 

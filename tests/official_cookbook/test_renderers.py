@@ -13,8 +13,10 @@ from tests.official_cookbook.environment import cookbook_python
 
 pytestmark = pytest.mark.slow
 ASSETS = os.environ.get("LORIMER_ASSETS")
+ELSEWHERE = ("llama3", "deepseek", "glm5_3", "gpt_oss")
+"""Formats whose marks are no tokens of Qwen3."""
 NAMES = {
-    "qwen3": tuple(name for name in official_renders.NAMES if not name.startswith(("llama3", "deepseekv3", "gpt_oss"))),
+    "qwen3": tuple(name for name in official_renders.NAMES if not name.startswith(ELSEWHERE)),
     "smollm2": ("role_colon", "qwen3", "qwen3_disable_thinking", "qwen3_instruct"),
 }
 

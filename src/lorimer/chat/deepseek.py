@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lorimer.chat.conversation import (
+    Content,
     ContentPart,
     Message,
     Termination,
@@ -127,7 +128,7 @@ class DeepSeekV3Renderer(FormatRenderer):
         calls, unparsed = _read_calls(text)
         if calls or unparsed:
             text = CALLS.sub("", text).strip()
-        message["content"] = _parts(text) if "<think>" in text else text
+        message["content"] = with_thoughts_apart(text)
         add_calls(message, calls, unparsed)
         return message, termination
 
@@ -154,15 +155,21 @@ def _read_calls(text: str) -> tuple[list[ToolCall], list[UnparsedToolCall]]:
             unparsed.append({"text": match[0], "error": str(error)})
         else:
             calls.append(make_tool_call(match[1], arguments))
-    for begin, end in ((CALLS_BEGIN, CALLS_END), (CALL_BEGIN, CALL_END)):
+    return calls, unparsed + unclosed(text, [(CALLS_BEGIN, CALLS_END), (CALL_BEGIN, CALL_END)])
+
+
+def unclosed(text: str, marks: Sequence[tuple[str, str]]) -> list[UnparsedToolCall]:
+    """Return the first kind of block that begins more often than it ends, from its last beginning on."""
+    for begin, end in marks:
         if text.count(begin) > text.count(end):
-            unparsed.append({"text": text[text.rindex(begin) :], "error": f"the call does not end with {end!r}"})
-            break
-    return calls, unparsed
+            return [{"text": text[text.rindex(begin) :], "error": f"the call does not end with {end!r}"}]
+    return []
 
 
-def _parts(text: str) -> list[ContentPart]:
-    """Split a text into thoughts and the texts between them."""
+def with_thoughts_apart(text: str) -> Content:
+    """Split a text with thoughts into them and the texts between them."""
+    if "<think>" not in text:
+        return text
     parts: list[ContentPart] = []
     for index, piece in enumerate(THOUGHT.split(text)):
         if piece:

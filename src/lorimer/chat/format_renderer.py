@@ -2,7 +2,7 @@
 
 The tokens and weights are those of the official cookbook's renderers of the same names. ``TemplateRenderer`` uses the
 chat template of a tokenizer instead and encodes a conversation as one text, so tokens may differ where pieces meet. The
-formats themselves are in ``formats.py``, ``qwen35.py``, ``nemotron.py`` and ``deepseek.py``.
+formats themselves are in ``formats.py`` and the modules named like a family of models.
 """
 
 from abc import ABC, abstractmethod
@@ -36,6 +36,10 @@ class Place(NamedTuple):
     """The index of the last message of a user; -1 if there is none."""
     follows_tool: bool = False
     precedes_tool: bool = False
+    previous: Message | None = None
+    following: Message | None = None
+    keeps_thoughts: bool = True
+    """Whether the message belongs to the turn that keeps its thoughts, in formats that drop those of earlier turns."""
 
 
 class Written(NamedTuple):
@@ -83,13 +87,35 @@ class FormatRenderer(ABC):
         tokens = self._prompt(self._prepared(messages, tools), role)
         return ModelInput.from_ints(tokens + (self._encode(prefill) if prefill else []))
 
-    def _prompt(self, messages: Sequence[Message], role: str = "assistant") -> list[int]:
+    def _prompt(self, messages: Sequence[Message], role: str = "assistant", first_kept: int | None = None) -> list[int]:
+        """Return the prompt; thoughts are kept from message ``first_kept`` on, if given."""
+        first_kept = self._first_kept(messages, is_prompt=True) if first_kept is None else first_kept
         tokens = self._beginning()
-        for message, place in _places(messages):
+        for message, place in _places(messages, first_kept):
             written = self.write(message, place)
             tokens += written.header + written.output
-        follows_tool = bool(messages) and messages[-1]["role"] == "tool"
-        return tokens + self._prompt_header(role, Place(len(messages), True, _last_user(messages), follows_tool))
+        count, previous = len(messages), messages[-1] if messages else None
+        place = Place(
+            count,
+            True,
+            last_user(messages),
+            follows_tool=previous is not None and previous["role"] == "tool",
+            previous=previous,
+            keeps_thoughts=count >= first_kept,
+        )
+        return tokens + self._prompt_header(role, place)
+
+    def _prompt_before(self, messages: list[Message], position: int) -> list[int]:
+        """Return the prompt from which a message of an example would be sampled."""
+        return self._prompt(messages[:position])
+
+    def _turn_start(self, messages: Sequence[Message]) -> int:
+        """Return the index of the first message of the turn that the model is to produce."""
+        return last_user(messages) + 1
+
+    def _first_kept(self, messages: Sequence[Message], *, is_prompt: bool) -> int:
+        """Return the index of the first message that keeps its thoughts, where a format drops those of earlier ones."""
+        return self._turn_start(messages if is_prompt else messages[:-1])
 
     def _prompt_header(self, role: str, place: Place) -> list[int]:
         return self.write({"role": role, "content": ""}, place).header
@@ -121,7 +147,7 @@ class FormatRenderer(ABC):
             case TrainOn.LAST_ASSISTANT_MESSAGE:
                 first = len(prepared) - 1
             case TrainOn.LAST_ASSISTANT_TURN:
-                first = _last_user(prepared) + 1
+                first = self._turn_start(prepared)
             case TrainOn.ALL_ASSISTANT_MESSAGES:
                 first = 0
             case _:
@@ -140,8 +166,8 @@ class FormatRenderer(ABC):
         _check_trainable(messages, train_on)
         tokens = self._beginning()
         weights = [0.0] * len(tokens)
-        turn = _last_user(messages[:-1]) + 1
-        for message, place in _places(messages):
+        turn = self._turn_start(messages[:-1])
+        for message, place in _places(messages, self._first_kept(messages, is_prompt=False)):
             written = self.write(message, place)
             said = written.output + (list(written.overlap) if place.is_last else [])
             tokens += written.header + said
@@ -156,12 +182,12 @@ class FormatRenderer(ABC):
         if train_on is TrainOn.LAST_ASSISTANT_MESSAGE:
             first = len(messages) - 1
         elif train_on is TrainOn.LAST_ASSISTANT_TURN:
-            first = _last_user(messages) + 1
+            first = last_user(messages) + 1
         else:
             return 0
         if not 0 <= first < len(messages) or messages[first]["role"] != "assistant":
             return 0
-        prompt = self._prompt(messages[:first])
+        prompt = self._prompt_before(messages, first)
         if tokens[: len(prompt)] == prompt:
             return len(prompt)
         if self.is_told_not_to_think:
@@ -210,25 +236,28 @@ class FormatRenderer(ABC):
         return text, Termination.STOP_SEQUENCE if is_ended else Termination.MALFORMED
 
 
-def _places(messages: Sequence[Message]) -> list[tuple[Message, Place]]:
+def _places(messages: Sequence[Message], first_kept: int) -> list[tuple[Message, Place]]:
     roles = [message["role"] for message in messages]
-    last_user = _last_user(messages)
+    user = last_user(messages)
     return [
         (
             message,
             Place(
                 index,
                 index == len(messages) - 1,
-                last_user,
+                user,
                 follows_tool=roles[max(index - 1, 0) : index] == ["tool"],
                 precedes_tool=roles[index + 1 : index + 2] == ["tool"],
+                previous=messages[index - 1] if index else None,
+                following=messages[index + 1] if index + 1 < len(messages) else None,
+                keeps_thoughts=index >= first_kept,
             ),
         )
         for index, message in enumerate(messages)
     ]
 
 
-def _last_user(messages: Sequence[Message]) -> int:
+def last_user(messages: Sequence[Message]) -> int:
     return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lorimer.chat.conversation import (
     PART_TYPES,
+    Content,
     ContentPart,
     Message,
     Termination,
@@ -154,7 +155,7 @@ class Qwen3Renderer(FormatRenderer):
         message: Message = {"role": "assistant", "content": text}
         if not termination.is_clean:
             return message, termination
-        parts, calls, unparsed = _split(text)
+        parts, calls, unparsed = split_blocks(text)
         if "<think>" in text or "<tool_call>" in text:
             message["content"] = parts if self._thinking == "never" else _without_block(parts)
         if text.count("<tool_call>") > text.count("</tool_call>"):
@@ -215,6 +216,21 @@ def unknown_part(part: ContentPart) -> Unsupported:
     return Unsupported(f"a message has a part of type {part['type']!r}; accepted are {', '.join(PART_TYPES[:2])}")
 
 
+def thought_and_text(content: Content) -> tuple[str, str]:
+    """Return the thoughts of a message and its texts, each joined; thoughts within a text stay there."""
+    if isinstance(content, str):
+        return "", content
+    thought = text = ""
+    for part in content:
+        if part["type"] == "text":
+            text += part["text"]
+        elif part["type"] == "thinking":
+            thought += part["thinking"]
+        else:
+            raise unknown_part(part)
+    return thought, text
+
+
 def function_of(tool: Any) -> Any:
     """Return the function of a tool; in the official cookbook, the tool is the function itself."""
     return tool["function"] if tool.get("type") == "function" else tool
@@ -234,12 +250,17 @@ def name_and_text(call: Any) -> tuple[str, str]:
     return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
+def call_id_of(call: Any) -> str | None:
+    found: str | None = call.get("id") if isinstance(call, Mapping) else call.id
+    return found
+
+
 def _written_call(call: Any) -> str:
     name, arguments = name_and_arguments(call)
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def _split(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedToolCall]]:
+def split_blocks(text: str) -> tuple[list[ContentPart], list[ToolCall], list[UnparsedToolCall]]:
     """Split a response into parts (thinking and texts in order), calls, and calls that cannot be parsed."""
     parts: list[ContentPart] = []
     calls: list[ToolCall] = []

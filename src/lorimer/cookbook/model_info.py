@@ -12,6 +12,11 @@ QWEN3 = ("qwen3", "qwen3_disable_thinking")
 QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
 QWEN3_8 = ("qwen3_8_xhigh_reasoning", "qwen3_8_disable_thinking", "qwen3_8_medium_reasoning", "qwen3_8_low_reasoning")
 DEEPSEEKV3 = ("deepseekv3", "deepseekv3_thinking")
+DEEPSEEKV4_1 = (
+    *("deepseekv4_1", "deepseekv4_1_low_reasoning", "deepseekv4_1_max_reasoning"),
+    *("deepseekv4_1_disable_thinking", "deepseekv4_1_preserve_thinking"),
+)
+GLM5_3 = ("glm5_3_max_reasoning", "glm5_3_low_reasoning", "glm5_3_high_reasoning")
 GPT_OSS = ("gpt_oss_no_sysprompt", "gpt_oss_medium_reasoning")
 NEMOTRON3 = ("nemotron3", "nemotron3_disable_thinking", "nemotron3_preserve_thinking")
 NEMOTRON3_SUPER = (*NEMOTRON3, "nemotron3_low_thinking")
@@ -48,6 +53,13 @@ RENDERERS = {
     "Qwen/Qwen3.8-27B": QWEN3_8,
     "deepseek-ai/DeepSeek-V3.1": DEEPSEEKV3,
     "deepseek-ai/DeepSeek-V3.1-Base": ROLE_COLON,
+    "deepseek-ai/DeepSeek-V4.1-Flash": DEEPSEEKV4_1,
+    "deepseek-ai/DeepSeek-V4.1-Flash-1017": DEEPSEEKV4_1,
+    "moonshotai/Kimi-K2-Thinking": ("kimi_k2",),
+    "moonshotai/Kimi-K2.5": ("kimi_k25", "kimi_k25_disable_thinking"),
+    "moonshotai/Kimi-K2.6": ("kimi_k26", "kimi_k26_disable_thinking", "kimi_k26_preserve_thinking"),
+    "zai-org/GLM-5.3": GLM5_3,
+    "zai-org/GLM-5.3-Flash": GLM5_3,
     "openai/gpt-oss-20b": GPT_OSS,
     "openai/gpt-oss-120b": GPT_OSS,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON3,

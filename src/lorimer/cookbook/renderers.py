@@ -29,8 +29,11 @@ from lorimer.chat.conversation import (
 )
 from lorimer.chat.conversation import text_of as get_text_content
 from lorimer.chat.deepseek import DeepSeekV3Renderer
+from lorimer.chat.deepseek41 import DeepSeekV41Renderer
 from lorimer.chat.formats import Llama3Renderer, Qwen3Renderer, Qwen3VLRenderer, RoleColonRenderer
+from lorimer.chat.glm import Glm53Renderer
 from lorimer.chat.harmony import GptOssRenderer
+from lorimer.chat.kimi import KimiK2Renderer, KimiK25Renderer
 from lorimer.chat.nemotron import Nemotron3Renderer, Nemotron3UltraRenderer
 from lorimer.chat.qwen35 import EFFORTS, Qwen35Renderer, Qwen38Renderer
 from lorimer.chat.template_renderer import TemplateRenderer
@@ -40,9 +43,13 @@ from lorimer.errors import InvalidInput, Unsupported
 __all__ = [
     "ContentPart",
     "DeepSeekV3Renderer",
+    "DeepSeekV41Renderer",
     "Example",
+    "Glm53Renderer",
     "GptOssRenderer",
     "ImagePart",
+    "KimiK2Renderer",
+    "KimiK25Renderer",
     "Llama3Renderer",
     "Message",
     "Nemotron3Renderer",
@@ -150,12 +157,24 @@ _FACTORIES: dict[str, Factory] = {
     "deepseekv3": DeepSeekV3Renderer,
     "deepseekv3_disable_thinking": DeepSeekV3Renderer,
     "deepseekv3_thinking": partial(DeepSeekV3Renderer, thinks=True),
+    "deepseekv4_1": DeepSeekV41Renderer,
+    "deepseekv4_1_low_reasoning": partial(DeepSeekV41Renderer, effort="low"),
+    "deepseekv4_1_max_reasoning": partial(DeepSeekV41Renderer, effort="max"),
+    "deepseekv4_1_disable_thinking": partial(DeepSeekV41Renderer, effort=None),
+    "deepseekv4_1_preserve_thinking": partial(DeepSeekV41Renderer, keeps_thoughts=True),
+    **{f"glm5_3_{effort}_reasoning": partial(Glm53Renderer, effort=effort) for effort in ("low", "high", "max")},
+    "kimi_k2": KimiK2Renderer,
+    "kimi_k25": KimiK25Renderer,
+    "kimi_k25_disable_thinking": partial(KimiK25Renderer, is_told_not_to_think=True),
+    "kimi_k26": KimiK25Renderer,
+    "kimi_k26_disable_thinking": partial(KimiK25Renderer, is_told_not_to_think=True),
+    "kimi_k26_preserve_thinking": partial(KimiK25Renderer, keeps_thoughts=True),
     "gpt_oss_no_sysprompt": GptOssRenderer,
     **{f"gpt_oss_{effort}_reasoning": partial(GptOssRenderer, effort=effort) for effort in ("low", "medium", "high")},
 }
 _TEXT_ONLY = tuple(name for name in _FACTORIES if name not in ("template", "no_thinking"))
-FAMILIES = ("deepseekv4_", "glm5_", "kimi_", "tml_")
-"""How the other names of the official cookbook begin."""
+ELSEWHERE = {"tml_v0": "its format is not in the cookbook but in the package tml_renderers, as compiled code"}
+"""The names of the official cookbook that are refused, and why."""
 
 
 def register_renderer(name: str, factory: Factory) -> None:
@@ -175,11 +194,8 @@ def get_renderer(name: str, tokenizer: Any, image_processor: Any = None, model_n
         name = "template" if getattr(tokenizer, "chat_template", None) else "text"
     if name not in _FACTORIES:
         accepted = f"accepted are auto, {', '.join(sorted(_FACTORIES))}"
-        if name.startswith(FAMILIES):
-            raise Unsupported(
-                f"the official cookbook's renderer {name!r} is not here; {accepted}, of which 'template' speaks the "
-                "chat template of the model's own tokenizer"
-            )
+        if name in ELSEWHERE:
+            raise Unsupported(f"the official cookbook's renderer {name!r} is not here: {ELSEWHERE[name]}; {accepted}")
         raise InvalidInput(f"there is no renderer {name!r}; {accepted}")
     if image_processor is None:
         return _FACTORIES[name](tokenizer)
