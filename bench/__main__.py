@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -15,19 +16,25 @@ from bench.contest import Contest, open_contest
 from bench.limits import MAX_SLOWDOWN, bfloat16_slowdown
 from bench.models import SHAPES
 from bench.profiling import profile_ours
-from bench.report import describe_machine, table
-from bench.rows import ROWS
+from bench.report import describe_machine, replace_part, table
+from bench.rows import OUTSIDE_ROWS, ROWS
 from bench.service.rows import ROWS as SERVICE_ROWS
 from bench.service.run import measure_service
 from bench.simulation_report import simulate
 from bench.timing import say
 from lorimer.engine.config import Dtype
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--model", choices=["small", "smol", "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="smoke test with a minuscule model")
+    peers_help = (
+        f"install vLLM, TRL and SkyRL for {','.join(OUTSIDE_ROWS)}; write the table of all rows into {DOCUMENT.name}"
+    )
+    parser.add_argument("--peers", action="store_true", help=peers_help)
     parser.add_argument("--simulate", action="store_true", help="run the scheduler's core on a virtual clock instead")
     parser.add_argument("--plot", type=Path, help="with --simulate: draw throughput and step times into this file")
     parser.add_argument("--service", action="store_true", help="load-test a server instead of the engine")
@@ -39,7 +46,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="profile our SFT step and decoding instead of measuring")
     options = parser.parse_args(arguments)
     rows = list(SERVICE_ROWS if options.service else ROWS)
-    names = rows if options.rows is None else options.rows.split(",")
+    default = OUTSIDE_ROWS if options.peers else rows
+    options.is_published = options.peers and not options.quick and options.rows is None
+    names = default if options.rows is None else options.rows.split(",")
     if unknown := [name for name in names if name not in rows]:
         parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(rows)}")
     options.rows = [name for name in rows if name in names]
@@ -65,7 +74,9 @@ def measure(contest: Contest, rows: list[str]) -> tuple[str, bool]:
             traceback.print_exc()
             failed.append(row)
     text = table(lines) if lines else ""
-    return text + "".join(f"\n\nRow `{row}` failed." for row in failed), not failed
+    text += "".join(f"\n\nRow `{row}` failed." for row in failed)
+    text += "".join(f"\n\nA peer computed something else: {mismatch}." for mismatch in contest.mismatches)
+    return text, not failed and not contest.mismatches
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n\n".join(parts))
     if options.output:
         options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
+    if options.is_published:
+        DOCUMENT.write_text(replace_part(DOCUMENT.read_text("utf-8"), "peers", "\n\n".join(parts)), "utf-8")
     return 0 if has_succeeded else 1
 
 
@@ -110,8 +123,12 @@ def race_engine(options: argparse.Namespace, num_threads: int) -> tuple[list[str
         say(part)
     has_succeeded = True
     for name in names:
-        with tempfile.TemporaryDirectory() as root:
-            contest = open_contest(SHAPES[name], dtypes, Path(root), num_rounds, num_threads, say)
+        with (
+            tempfile.TemporaryDirectory() as root,
+            closing(
+                open_contest(SHAPES[name], dtypes, Path(root), num_rounds, num_threads, say, options.peers)
+            ) as contest,
+        ):
             text, is_good = (profile_ours(contest), True) if options.profile else measure(contest, options.rows)
         has_succeeded &= is_good
         parts += [f"### {name}", text]

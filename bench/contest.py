@@ -1,10 +1,12 @@
 """A model loaded by both sides in every measured dtype, and the state that the rows share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.models import ModelShape
-from bench.ours import Lorimer
+from bench.ours import Lorimer, write_adapters
+from bench.outsiders import OUTSIDERS, Outsider, Setting
 from bench.peers import Peft
 from bench.timing import Contestant, Progress, Timings, compete
 from bench.workloads import loss_scale
@@ -13,6 +15,8 @@ from lorimer.engine.messages import Datum
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 """Maximum difference of losses, for a weight of 1, at which both sides count as equal."""
+OUTSIDE_BUDGET = 3.0
+"""How many times as long a row may take if there are outsiders."""
 
 
 @dataclass
@@ -20,15 +24,22 @@ class Contest:
     shape: ModelShape
     directory: Path
     """The base model."""
-    adapter: Path
-    """The initial adapter of every run."""
+    adapters: Sequence[Path]
+    """All different; the first is the initial adapter of every run."""
     ours: dict[Dtype, Lorimer]
     peers: dict[Dtype, Peft]
+    outsiders: list[Outsider]
     num_rounds: int
     num_threads: int
     progress: Progress
     fastest: dict[tuple[str, str], str] = field(default_factory=dict)
     """Names of the fastest contestants by row and team, for rows that measure only these."""
+    mismatches: list[str] = field(default_factory=list)
+    """What outsiders computed otherwise than our engine."""
+
+    @property
+    def adapter(self) -> Path:
+        return self.adapters[0]
 
     @property
     def best_ours(self) -> Lorimer:
@@ -41,25 +52,46 @@ class Contest:
         timings = compete(
             contestants,
             num_rounds=self.num_rounds,
-            max_seconds=self.shape.row_seconds,
+            max_seconds=self.shape.row_seconds * (OUTSIDE_BUDGET if self.outsiders else 1.0),
             progress=lambda text: self.progress(f"{self.shape.name} {row}: {text}"),
         )
-        for team in {c.team for c in contestants}:
+        for team in {c.team for c in contestants} - timings.failures.keys():
             self.fastest[row, team] = timings.best(team).name
         return timings
 
+    def close(self) -> None:
+        """End the processes of outsiders."""
+        for outsider in self.outsiders:
+            outsider.close()
+
 
 def open_contest(
-    shape: ModelShape, dtypes: list[Dtype], root: Path, num_rounds: int, num_threads: int, progress: Progress
+    shape: ModelShape,
+    dtypes: list[Dtype],
+    root: Path,
+    num_rounds: int,
+    num_threads: int,
+    progress: Progress,
+    has_outsiders: bool = False,
 ) -> Contest:
-    """Write the model and an adapter to ``root`` and load them on both sides."""
-    directory, adapter = root / shape.name, root / f"{shape.name}-adapter"
+    """Write the model and adapters to ``root`` and load them on both sides.
+
+    With outsiders the adapters have no pair on the head: TRL 1.16 trains as if it were not there, and SkyRL refuses it
+    where the head is tied to the embedding.
+    """
+    directory = root / shape.name
+    adapters = [root / f"{shape.name}-adapter-{number}" for number in range(shape.sizes.num_adapters)]
     progress(f"{shape.name}: making the model")
     shape.write(directory)
-    Lorimer(directory, adapter, "float32", num_threads)
-    ours = {dtype: Lorimer(directory, adapter, dtype, num_threads, shape.sizes.num_runs) for dtype in dtypes}
-    peers = {dtype: Peft(directory, adapter, dtype) for dtype in dtypes}
-    return Contest(shape, directory, adapter, ours, peers, num_rounds, num_threads, progress)
+    write_adapters(directory, adapters, num_threads, has_head=not has_outsiders)
+    ours = {dtype: Lorimer(directory, adapters[0], dtype, num_threads, shape.sizes.num_runs) for dtype in dtypes}
+    peers = {dtype: Peft(directory, adapters[0], dtype) for dtype in dtypes}
+    settings = [
+        Setting(shape=shape, directory=directory, adapters=adapters, dtype=dtype, num_threads=num_threads)
+        for dtype in dtypes
+    ]
+    outsiders = [make(setting) for setting in settings for make in OUTSIDERS] if has_outsiders else []
+    return Contest(shape, directory, adapters, ours, peers, outsiders, num_rounds, num_threads, progress)
 
 
 class LossCheck:

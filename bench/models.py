@@ -40,6 +40,8 @@ class Sizes:
     tree_turn: int = 48
     """Tokens that each turn of a multi-turn episode adds to a prompt of ``sample_prompt``."""
     system_prompt: int = 256
+    num_adapters: int = 8
+    """Adapters of one batch."""
     num_new_shapes: int = 5
     memory_phases: tuple[str, ...] = ("SFT", "RL batch", "sampling")
 
@@ -57,6 +59,8 @@ class ModelShape:
     row_seconds: float
     """Time budget: a row is not repeated if that would exceed it."""
     sizes: Sizes
+    is_worth_compiling: bool = True
+    """Whether vLLM compiles the model, which takes a minute, as it does by default."""
 
     def linear_shapes(self) -> list[tuple[int, int]]:
         """Return (out, in) of every linear layer, the head last."""
@@ -116,10 +120,12 @@ QUICK = ModelShape(
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    # vLLM knows no head smaller than 32.
+    num_attention_heads=2,
+    num_key_value_heads=1,
     tie_word_embeddings=True,
     row_seconds=5,
+    is_worth_compiling=False,
     sizes=Sizes(
         sft_lengths=(5, 9, 14, 20),
         num_runs=2,
@@ -139,6 +145,7 @@ QUICK = ModelShape(
         tree_branches=2,
         tree_turn=16,
         system_prompt=20,
+        num_adapters=2,
         num_new_shapes=2,
         memory_phases=("SFT",),
     ),

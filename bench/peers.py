@@ -51,6 +51,7 @@ class Peft:
         weights = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = _adamw(weights)
         self._plain: Any = None
+        self._many: Any = None
 
     def _open(self) -> Any:
         return _open(self._directory, self._dtype)
@@ -66,6 +67,16 @@ class Peft:
         model = self.model if with_adapter else self._plain
         tokens = _generate(model, prompts, num_samples, num_new).sequences
         return tokens[:, len(prompts[0]) :].numpy()
+
+    def sample_with(self, prompts: list[np.ndarray], num_new: int, adapters: Sequence[Path]) -> np.ndarray:
+        """Sample each prompt once, with an adapter of its own, all in one batch."""
+        if self._many is None:
+            self._many = PeftModel.from_pretrained(self._open(), str(adapters[0]), adapters[0].name).eval()
+        for adapter in adapters:
+            if adapter.name not in self._many.peft_config:
+                self._many.load_adapter(str(adapter), adapter.name)
+        found = _generate(self._many, prompts, 1, num_new, adapter_names=[adapter.name for adapter in adapters])
+        return found.sequences[:, len(prompts[0]) :].numpy()
 
     def iterate(self, prompts: list[np.ndarray], num_samples: int, num_new: int, seed: int) -> float:
         """Generate and train on the samples. Return the relative error of the loss against a ratio of 1."""
@@ -125,7 +136,15 @@ def _train(
 
 
 @torch.no_grad()
-def _generate(model: Any, prompts: list[np.ndarray], num_samples: int, num_new: int, **wanted: bool) -> Any:
+def _generate(
+    model: Any,
+    prompts: list[np.ndarray],
+    num_samples: int,
+    num_new: int,
+    *,
+    output_logits: bool = False,
+    **arguments: list[str],
+) -> Any:
     tokens = torch.from_numpy(np.stack(prompts))
     # All prompts of a call have the same length, so nothing is padded.
     config = GenerationConfig(
@@ -139,9 +158,10 @@ def _generate(model: Any, prompts: list[np.ndarray], num_samples: int, num_new: 
         pad_token_id=0,
         eos_token_id=None,
         return_dict_in_generate=True,
-        **wanted,
+        output_logits=output_logits,
     )
-    return model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+    mask = torch.ones_like(tokens)
+    return model.generate(input_ids=tokens, attention_mask=mask, generation_config=config, **arguments)
 
 
 def _loss(logits_TV: Tensor, inputs: dict[str, Tensor], loss_fn: str) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from bench.timing import Timing
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -48,14 +50,29 @@ class Line:
     other: str
     which: str
     """Name of the other side."""
-    ratio: float
+    ratio: float | None
+    """None if the other side has no figure."""
     aim: str = ""
     """The entry of ``AIMS`` that applies."""
 
     def cells(self) -> list[str]:
         aim = AIMS.get(self.aim)
+        if self.ratio is None:
+            return [self.text, self.ours, self.other, self.which, "-", "-", "-"]
         verdict = ["-", "-"] if aim is None else [str(aim), "yes" if aim.is_met(self.ratio) else "**no**"]
         return [self.text, self.ours, self.other, self.which, f"{self.ratio:.2f}", *verdict]
+
+
+def compare(text: str, ours: Timing, other: Timing, count: int, aim: str = "") -> Line:
+    """Return the line of two sides that compute ``count`` tokens; the ratio is that of their speeds."""
+    return Line(
+        text=text,
+        ours=ours.rate(count),
+        other=other.rate(count),
+        which=other.name,
+        ratio=other.median / ours.median,
+        aim=aim,
+    )
 
 
 HEADER = ["row", "ours", "other", "which other", "ratio", "aim", "met"]
@@ -64,6 +81,16 @@ HEADER = ["row", "ours", "other", "which other", "ratio", "aim", "met"]
 def table(lines: list[Line]) -> str:
     rows = [HEADER, ["---"] * len(HEADER), *(line.cells() for line in lines)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def replace_part(document: str, name: str, part: str) -> str:
+    """Return a document with what is between its two comments of that name replaced."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    before, _, rest = document.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"the document has no {begin!r} before {end!r}")
+    return f"{before}{begin}\n\n{part}\n\n{end}{after}"
 
 
 def describe_machine(num_threads: int) -> str:
@@ -76,11 +103,32 @@ def describe_machine(num_threads: int) -> str:
     )
 
 
+INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 bf16",
+    "amx_bf16": "AMX bf16",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "bf16": "bf16",
+}
+"""Instruction sets that decide the speed of matrix products, by their names in Linux."""
+
+
 def _cpu_name() -> str:
+    """Return the name of the processor and those of its instruction sets that matter."""
+    cpu = _cpu_info()
+    name = cpu.get("model name") or platform.processor() or platform.machine()
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
+    sets = ", ".join(text for flag, text in INSTRUCTIONS.items() if flag in flags)
+    return f"{name} ({sets})" if sets else name
+
+
+def _cpu_info() -> dict[str, str]:
+    """Return what Linux says of the first processor; nothing elsewhere."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text("utf-8").splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    if not info.exists():
+        return {}
+    first, _, _ = info.read_text("utf-8").partition("\n\n")
+    lines = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}

@@ -11,12 +11,14 @@ from functools import partial
 import torch
 
 from bench import memory, workloads
-from bench.contest import TOLERANCE, Contest, LossCheck
+from bench.contest import Contest, LossCheck
 from bench.limits import gemm_seconds
-from bench.ours import FullLorimer, Lorimer
-from bench.peers import Layout, Peft, Plain
-from bench.report import Line
-from bench.timing import Contestant, Timing, Timings, clock, little_garbage
+from bench.ours import FullLorimer
+from bench.outside_rows import outside_lines, outside_trainers
+from bench.peers import Layout, Plain
+from bench.report import Line, compare
+from bench.sampling_rows import measure_adapters, measure_iteration, measure_sampling
+from bench.timing import Contestant, Timing, clock, little_garbage
 from lorimer.engine.messages import Datum
 
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
@@ -36,7 +38,9 @@ def measure_sft(contest: Contest) -> list[Line]:
     layouts: tuple[Layout, ...] = ("padded", "packed", "micro-batch 1")
     make = partial(workloads.sft_data, lengths, shape.vocab_size)
     # Compare each of our dtypes with its own limit; the padded loop has a separate target.
-    contestants = _training_contestants(contest, make, "cross_entropy", layouts, kept=("ours", "padded"))
+    contestants = _training_contestants(
+        contest, make, "cross_entropy", layouts, kept=("ours", "padded"), has_outsiders=True
+    )
     limits: dict[str, list[float]] = {dtype: [] for dtype in contest.ours}
 
     def multiply(_: int, dtype: str) -> None:
@@ -49,9 +53,10 @@ def measure_sft(contest: Contest) -> list[Line]:
     timings = contest.compete("sft", contestants)
     ours, text = timings.best("ours"), f"SFT, {len(lengths)} sequences, {count} tokens"
     lines = [
-        _compare(f"{text}: times the best loop", ours, timings.best("peer"), count, "sft"),
-        _compare(f"{text}: times the padded loop", ours, timings.best("peer", "padded"), count, "sft padded"),
+        compare(f"{text}: times the best loop", ours, timings.best("peer"), count, "sft"),
+        compare(f"{text}: times the padded loop", ours, timings.best("peer", "padded"), count, "sft padded"),
     ]
+    lines += outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count))
     return lines + [
         _limit_line(timings.best("ours", dtype), min(found), count, dtype) for dtype, found in limits.items()
     ]
@@ -87,7 +92,7 @@ def measure_runs(contest: Contest) -> list[Line]:
     ]
     timings = contest.compete("runs", contestants)
     text = f"{len(ours.runs)} runs of {each} sequences, {count} tokens: fraction of one run's speed"
-    return [_compare(text, timings.best("many"), timings.best("ours, one run"), count, "runs")]
+    return [compare(text, timings.best("many"), timings.best("ours, one run"), count, "runs")]
 
 
 def measure_rl_batch(contest: Contest) -> list[Line]:
@@ -96,10 +101,12 @@ def measure_rl_batch(contest: Contest) -> list[Line]:
     make = partial(workloads.rl_data, sizes.rl_sequences, sizes.rl_prompt, sizes.rl_completion, shape.vocab_size)
     # All sequences have the same length, so packing would save nothing.
     layouts: tuple[Layout, ...] = ("padded", "micro-batch 1", "completions")
-    timings = contest.compete("rl_batch", _training_contestants(contest, make, "importance_sampling", layouts))
-    count = workloads.num_tokens(make(0))
-    text = f"RL batch, {sizes.rl_sequences} x ({sizes.rl_prompt} + {sizes.rl_completion}) tokens: times the best loop"
-    return [_compare(text, timings.best("ours"), timings.best("peer"), count)]
+    contestants = _training_contestants(contest, make, "importance_sampling", layouts, has_outsiders=True)
+    timings = contest.compete("rl_batch", contestants)
+    count, ours = workloads.num_tokens(make(0)), timings.best("ours")
+    text = f"RL batch, {sizes.rl_sequences} x ({sizes.rl_prompt} + {sizes.rl_completion}) tokens"
+    lines = outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count))
+    return [compare(f"{text}: times the best loop", ours, timings.best("peer"), count), *lines]
 
 
 def measure_prefixes(
@@ -111,8 +118,8 @@ def measure_prefixes(
     count = workloads.num_tokens(data)
     text = f"{what}, {count} tokens, {workloads.unique_fraction(data):.0%} unique"
     return [
-        _compare(f"{text}: times ours without sharing", timings.best("ours"), timings.best("unshared"), count, row),
-        _compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, f"{row} loop"),
+        compare(f"{text}: times ours without sharing", timings.best("ours"), timings.best("unshared"), count, row),
+        compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, f"{row} loop"),
     ]
 
 
@@ -152,84 +159,6 @@ def measure_system_prompt(contest: Contest) -> list[Line]:
     return measure_prefixes(contest, "prefix_sft", f"SFT with a system prompt of {system}", make, "cross_entropy")
 
 
-def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: int) -> list[Line]:
-    """Sample a fixed number of new tokens from distinct prompts, with the base and with an adapter."""
-    sizes = contest.shape.sizes
-
-    def run(number: int, side: Lorimer | Peft, with_adapter: bool) -> None:
-        asked = workloads.prompts(num_prompts, sizes.sample_prompt, contest.shape.vocab_size, number)
-        side.sample(asked, num_samples, sizes.sample_new, with_adapter)
-
-    contestants = [
-        Contestant(
-            name=f"{label} {dtype}, {weights}",
-            team=f"{team} {weights}",
-            run=partial(run, side=side, with_adapter=weights == "adapter"),
-            warm_up=partial(run, 0, side=side, with_adapter=weights == "adapter"),
-        )
-        for weights in ("base", "adapter")
-        for team, label, dtype, side in _sides(contest, "generate")
-    ]
-    timings = contest.compete(row, contestants)
-    count, what = num_prompts * num_samples * sizes.sample_new, f"{num_prompts}x{num_samples}x{sizes.sample_new}"
-    lines = [
-        _compare(
-            f"Sampling {what}, {weights}: times the best generate()",
-            timings.best(f"ours {weights}"),
-            timings.best(f"peer {weights}"),
-            count,
-            row,
-        )
-        for weights in ("base", "adapter")
-    ]
-    return [*lines, _adapter_line(timings, count, what)]
-
-
-def _adapter_line(timings: Timings, count: int, what: str) -> Line:
-    adapter, base = timings.best("ours adapter"), timings.best("ours base")
-    return Line(
-        text=f"Sampling {what}: time with an adapter over time without",
-        ours=adapter.rate(count),
-        other=base.rate(count),
-        which=base.name,
-        ratio=adapter.median / base.median,
-        aim="adapter cost",
-    )
-
-
-def measure_iteration(contest: Contest, row: str, prompt: int) -> list[Line]:
-    """Sample, train on the samples, publish."""
-    sizes = contest.shape.sizes
-
-    def run(number: int, side: Lorimer | Peft, dtype: str) -> None:
-        asked = workloads.prompts(sizes.iteration_prompts, prompt, contest.shape.vocab_size, number)
-        error = side.iterate(asked, sizes.iteration_samples, sizes.iteration_new, number)
-        if not error <= TOLERANCE[dtype]:
-            raise RuntimeError(f"{type(side).__name__} {dtype}: loss is off by {error:.2g}; it samples other weights")
-
-    contestants = [
-        Contestant(
-            name=f"{label} {dtype}",
-            team=team,
-            run=partial(run, side=side, dtype=dtype),
-            warm_up=partial(run, 0, side=side, dtype=dtype),
-        )
-        for team, label, dtype, side in _sides(contest, "generate and PEFT")
-    ]
-    timings = contest.compete(row, contestants)
-    ours, other = timings.best("ours"), timings.best("peer")
-    what = f"{sizes.iteration_prompts}x{sizes.iteration_samples}x{sizes.iteration_new}"
-    return [
-        Line(
-            text=f"RL iteration {what}, prompts of {prompt}: times as fast",
-            ours=ours.duration(),
-            other=other.duration(),
-            which=other.name,
-            ratio=other.median / ours.median,
-        )
-    ]
-
-
 def measure_full(contest: Contest) -> list[Line]:
     """Measure the SFT step with all weights trained, in float32 on both sides, then the peak memory of each loop."""
     shape, lengths = contest.shape, contest.shape.sizes.sft_lengths
@@ -266,7 +195,7 @@ def measure_full(contest: Contest) -> list[Line]:
         ratio=peer.peak_bytes / peaks["ours float32"].peak_bytes,
         aim="full memory",
     )
-    best = _compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, "full")
+    best = compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, "full")
     return [best, line]
 
 
@@ -329,10 +258,11 @@ def _training_contestants(
     layouts: tuple[Layout, ...],
     kept: tuple[str, ...] = (),
     unshared: bool = False,
+    has_outsiders: bool = False,
 ) -> list[Contestant]:
     """Return ours in each dtype and the peers in each layout and dtype; ``make`` returns the data of a round.
 
-    With ``unshared``, return ours without shared prefixes too.
+    With ``unshared``, return ours without shared prefixes too, and with ``has_outsiders``, those of the contest.
     """
     check = LossCheck()
 
@@ -353,24 +283,7 @@ def _training_contestants(
         for dtype, side in contest.peers.items()
         for layout in layouts
     ]
-    return ours + peers
-
-
-def _sides(contest: Contest, peer_label: str) -> list[tuple[str, str, str, Lorimer | Peft]]:
-    """Return team, label, dtype and side of every contestant."""
-    ours = [("ours", "ours", dtype, side) for dtype, side in contest.ours.items()]
-    return [*ours, *(("peer", peer_label, dtype, side) for dtype, side in contest.peers.items())]
-
-
-def _compare(text: str, ours: Timing, other: Timing, count: int, aim: str = "") -> Line:
-    return Line(
-        text=text,
-        ours=ours.rate(count),
-        other=other.rate(count),
-        which=other.name,
-        ratio=other.median / ours.median,
-        aim=aim,
-    )
+    return ours + peers + (outside_trainers(contest, check, make, loss_fn) if has_outsiders else [])
 
 
 ROWS: dict[str, Callable[[Contest], list[Line]]] = {
@@ -382,6 +295,7 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "prefix_sft": measure_system_prompt,
     "sample_1x16": lambda c: measure_sampling(c, "sample_1x16", 1, c.shape.sizes.sample_many),
     "sample_32x1": lambda c: measure_sampling(c, "sample_32x1", c.shape.sizes.sample_prompts, 1),
+    "sample_adapters": measure_adapters,
     "rl_iteration": lambda c: measure_iteration(c, "rl_iteration", c.shape.sizes.sample_prompt),
     "rl_iteration_long": lambda c: measure_iteration(c, "rl_iteration_long", c.shape.sizes.iteration_long_prompt),
     "full": measure_full,
@@ -389,3 +303,5 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "memory": measure_memory,
 }
 """In the order in which they run; later rows use the fastest contestants of earlier ones."""
+OUTSIDE_ROWS = ("sft", "rl_batch", "sample_1x16", "sample_32x1", "sample_adapters", "rl_iteration")
+"""The rows of ``--peers``, in which outsiders take part."""

@@ -1,7 +1,7 @@
 """Times contestants alternately, round by round, so that other load on the machine affects all of them.
 
 A contestant that is clearly slower than another of its team in the first round is not run again, because only the best
-of a team counts. A row that has used up its time budget is not repeated.
+of a team counts. Nor is one that alone takes much of the row's time budget. A row that has used it up is not repeated.
 """
 
 import gc
@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 CLEARLY = 1.2
+MAX_SHARE = 0.25
+"""Of a row's time budget: a contestant that takes more is timed once."""
+
+
+class PeerFailed(Exception):
+    """A peer could not do its work. It costs the peer its figures, and not the others theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +57,13 @@ class Timing:
 class Timings:
     """The timings of a row."""
 
-    def __init__(self, timings: list[Timing]) -> None:
+    def __init__(self, timings: list[Timing], failures: dict[str, str]) -> None:
         self._timings = timings
+        self.failures = failures
+        """Why teams without a timing have none."""
+
+    def has(self, team: str) -> bool:
+        return any(timing.team == team for timing in self._timings)
 
     def best(self, team: str, name: str = "") -> Timing:
         """Return the fastest contestant of a team, among those with ``name`` in their name."""
@@ -72,28 +83,44 @@ def say(text: str) -> None:
 
 def compete(contestants: list[Contestant], *, num_rounds: int, max_seconds: float, progress: Progress) -> Timings:
     """Run all contestants alternately, up to ``num_rounds`` times and at least once."""
-    for contestant in contestants:
-        contestant.warm_up()
     timings = {c.name: Timing(c.name, c.team) for c in contestants}
-    running, spent = contestants, 0.0
+    failures: dict[str, str] = {}
+
+    def attempt(contestant: Contestant, work: Callable[[], object], what: str) -> bool:
+        try:
+            seconds = clock(work)
+        except PeerFailed as error:
+            progress(f"{what}: {contestant.name} failed: {error}")
+            failures[contestant.team] = str(error)
+            del timings[contestant.name]
+            return False
+        progress(f"{what}: {contestant.name} {seconds:.2f} s")
+        if work is not contestant.warm_up:
+            timings[contestant.name].seconds.append(seconds)
+        return True
+
+    running = [c for c in contestants if attempt(c, c.warm_up, "warm-up")]
     with little_garbage():
         for number in range(1, num_rounds + 1):
-            for contestant in running:
-                seconds = clock(partial(contestant.run, number))
-                timings[contestant.name].seconds.append(seconds)
-                progress(f"round {number}: {contestant.name} {seconds:.2f} s")
-                spent += seconds
-            running = _still_in(running, timings)
+            running = [c for c in running if attempt(c, partial(c.run, number), f"round {number}")]
+            running = _still_in(running, timings, max_seconds)
+            spent = sum(sum(timing.seconds) for timing in timings.values())
             if spent + sum(timings[c.name].median for c in running) > max_seconds:
                 break
-    return Timings(list(timings.values()))
+    teams = {timing.team for timing in timings.values()}
+    return Timings(list(timings.values()), {team: text for team, text in failures.items() if team not in teams})
 
 
-def _still_in(contestants: list[Contestant], timings: dict[str, Timing]) -> list[Contestant]:
+def _still_in(contestants: list[Contestant], timings: dict[str, Timing], max_seconds: float) -> list[Contestant]:
     fastest: dict[str, float] = {}
     for c in contestants:
         fastest[c.team] = min(fastest.get(c.team, float("inf")), timings[c.name].median)
-    return [c for c in contestants if c.is_kept or timings[c.name].median <= CLEARLY * fastest[c.team]]
+    return [
+        c
+        for c in contestants
+        if (seconds := timings[c.name].median) <= MAX_SHARE * max_seconds
+        and (c.is_kept or seconds <= CLEARLY * fastest[c.team])
+    ]
 
 
 @contextmanager

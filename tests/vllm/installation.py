@@ -12,15 +12,15 @@ from pathlib import Path
 
 import psutil
 
+from bench.environments import VLLM
 from tests.conformance.servers import RunningServer, running_server
-from tests.vllm.environment import vllm_python
 
 READY_SECONDS = 600
 
 
 def write_config(path: Path, model: str, source: str = "", **sampler: object) -> Path:
     """Write a configuration that samples a base model with vLLM."""
-    values = {"kind": "vllm", "python": str(vllm_python()), "max_loras": 2} | sampler
+    values = {"kind": "vllm", "python": str(VLLM.python()), "max_loras": 2} | sampler
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
     # By default vLLM reserves much of the memory of the machine.
     lines = [f'[model."{model}"]', f"memory_bytes = {2**30}", f"sampler = {{ {table} }}"]
