@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import traceback
 import tracemalloc
@@ -61,6 +62,24 @@ def resident_peak() -> Iterator[Peak]:
         peak.num_bytes = status_bytes("VmHWM") - before
     finally:
         libc.mallopt(MMAP_THRESHOLD, 32 << 20)
+
+
+def peak_of_second_call(call: Callable[[], object]) -> int:
+    """Return the resident peak of a call in a process of its own, where it was made once before.
+
+    The first call imports what it needs. In a process that has run other tests the memory that they freed, and their
+    threads, would count as well.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_second_peak, [call])
+
+
+def _second_peak(call: Callable[[], object]) -> int:
+    call()
+    with resident_peak() as peak:
+        result = call()
+    del result  # after the peak was read, so that what the call returns is part of it
+    return peak.num_bytes
 
 
 def status_bytes(name: str) -> int:

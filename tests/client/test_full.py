@@ -18,7 +18,7 @@ from lorimer.cli.download import download_checkpoint
 from lorimer.engine.reservations import reserved_bytes
 from tests.client.examples import batch, logprobs, prompt
 from tests.client.test_restart import Restartable
-from tests.conformance.servers import create_key, running_server
+from tests.conformance.servers import children, create_key, is_engine, running_server
 
 MODEL = "lorimer/debug"
 ADAM = types.AdamParams(learning_rate=3e-3)
@@ -55,8 +55,7 @@ def score(trainer):
 
 
 def engines(pid):
-    children = psutil.Process(pid).children(recursive=True)
-    return [one for one in children if "lorimer.engine" in words(one)]
+    return [one for one in children(pid, recursive=True) if is_engine(one)]
 
 
 def words(process):

@@ -1,6 +1,7 @@
-"""Kinds of LoRA through the SDK: rsLoRA, and runs that begin with an adapter that PEFT wrote."""
+"""Kinds of LoRA through the SDK: rsLoRA, DoRA, and runs that begin with an adapter that PEFT wrote."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +38,32 @@ def peft_logprobs(model: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> Path:
-    """Adapters that PEFT wrote: one with ranks of their own, as EVA makes them, and one that changes the base model."""
+    """Adapters that PEFT wrote, with ranks of their own, as EVA makes them; and one that changes the base model."""
     root = tmp_path_factory.mktemp("adapters")
-    model = plain_model(root.parent / "base")
-    names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
-    config = peft.LoraConfig(
-        r=4,
-        lora_alpha=6,
-        target_modules=sorted(names),
-        rank_pattern={"q_proj": 6, "down_proj": 2},
-        task_type="CAUSAL_LM",
-    )
-    made = peft.get_peft_model(model, config).eval()
     torch.manual_seed(0)
-    for key, parameter in made.named_parameters():
-        if "lora_" in key:
-            torch.nn.init.normal_(parameter, std=0.1)
-    made.save_pretrained(root / "ranks", save_embedding_layers=False)
-    np.save(root / "ranks" / "logprobs.npy", peft_logprobs(made))
+    for folder, use_dora in (("ranks", False), ("dora", True)):
+        model = plain_model(root.parent / f"base-{folder}")
+        names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules=sorted(names),
+            rank_pattern={"q_proj": 6, "down_proj": 2},
+            use_dora=use_dora,
+            task_type="CAUSAL_LM",
+        )
+        made = peft.get_peft_model(model, config).eval()
+        for key, parameter in made.named_parameters():
+            if "lora_magnitude" in key:
+                parameter.data *= torch.empty(parameter.shape).uniform_(0.7, 1.3)
+            elif "lora_" in key:
+                torch.nn.init.normal_(parameter, std=0.1)
+        made.save_pretrained(root / folder, save_embedding_layers=False)
+        np.save(root / folder / "logprobs.npy", peft_logprobs(made))
+    shutil.copytree(root / "ranks", root / "pissa")
     settings = json.loads((root / "ranks" / "adapter_config.json").read_text())
-    for name, change in (("pissa", {"init_lora_weights": "pissa"}), ("dora", {"use_dora": True})):
-        made.save_pretrained(root / name, save_embedding_layers=False)
-        (root / name / "adapter_config.json").write_text(json.dumps(settings | change))
+    changed = settings | {"init_lora_weights": "pissa"}
+    (root / "pissa" / "adapter_config.json").write_text(json.dumps(changed))
     return root
 
 
@@ -84,26 +89,28 @@ def evaluate(trainer: lorimer.TrainingClient) -> np.ndarray:
     return logprobs(trainer.forward(batch(), "cross_entropy").result(60))
 
 
-def test_run_begins_with_an_adapter_of_peft_and_outlives_it(server, service, adapters):
+@pytest.mark.parametrize("name", ["ranks", "dora"])
+def test_run_begins_with_an_adapter_of_peft_and_outlives_it(server, service, adapters, name):
     """Its first logprobs are PEFT's; after its creation the run no longer needs the adapter, even after a kill."""
-    trainer = service.create_lora_training_client(MODEL, rank=6, init_from="ranks")
-    np.testing.assert_allclose(evaluate(trainer), np.load(adapters / "ranks" / "logprobs.npy"), atol=1e-4)
+    trainer = service.create_lora_training_client(MODEL, rank=6, init_from=name, use_dora=name == "dora")
+    np.testing.assert_allclose(evaluate(trainer), np.load(adapters / name / "logprobs.npy"), atol=1e-4)
     train(trainer)
     expected = evaluate(trainer)
-    (adapters / "ranks").rename(adapters / "gone")
+    (adapters / name).rename(adapters / "gone")
     try:
         server.kill()
         server.start()
         np.testing.assert_array_equal(evaluate(trainer), expected)
     finally:
-        (adapters / "gone").rename(adapters / "ranks")
+        (adapters / "gone").rename(adapters / name)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"init_from": "pissa", "rank": 6}, "init_lora_weights='pissa' changes the base model"),
-        ({"init_from": "dora", "rank": 6}, "use_dora=True, which Lorimer does not have"),
+        ({"init_from": "dora", "rank": 6}, "the saved adapter has use_dora=True, the run has use_dora=False"),
+        ({"init_from": "ranks", "rank": 6, "use_dora": True}, "has use_dora=False, the run has use_dora=True"),
         ({"init_from": "ranks", "rank": 4}, "the saved adapter has rank 6, the run has rank 4"),
         ({"init_from": "ranks", "rank": 6, "train_mlp": False}, "train different modules"),
         ({"init_from": "../ranks"}, r"no adapter '../ranks'; accepted are 'dora', 'pissa', 'ranks'"),
@@ -114,9 +121,10 @@ def test_adapters_that_do_not_fit_are_refused_by_name(service, options, words):
         service.create_lora_training_client(MODEL, **options)
 
 
-def test_rslora_is_kept_with_the_weights(service, tmp_path):
-    """In files that PEFT reads, in runs made from them, and in what the server says of both."""
-    trainer = service.create_lora_training_client(MODEL, rank=16, seed=7, use_rslora=True)
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+def test_the_kind_is_kept_with_the_weights(service, kind):
+    """In runs made from them, in samplers, and in what the server says of both."""
+    trainer = service.create_lora_training_client(MODEL, rank=16, seed=7, **{kind: True})
     train(trainer)
     expected = evaluate(trainer)
     path = trainer.save_state("rs").result().path
@@ -126,22 +134,12 @@ def test_rslora_is_kept_with_the_weights(service, tmp_path):
         train(run)
     np.testing.assert_array_equal(evaluate(resumed), evaluate(trainer))
     rest = service.create_rest_client()
-    assert rest.get_training_run(trainer.model_id).result().use_rslora is True
-    with pytest.raises(LorimerError, match="the weights have use_rslora True, the run False"):
+    assert getattr(rest.get_training_run(trainer.model_id).result(), kind) is True
+    with pytest.raises(LorimerError, match=f"the weights have {kind} True, the run False"):
         service.create_lora_training_client(MODEL, rank=16).load_state(path).result()
     sampler = service.create_sampling_client(model_path=path)
     scores = np.array(sampler.compute_logprobs(batch(1)[0].model_input).result(60)[1:])
     np.testing.assert_allclose(scores, expected[: len(scores)], atol=1e-4)
-
-
-def test_dora_is_refused_with_the_reason(server):
-    import httpx2
-
-    body = {"session_id": "s", "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4, "use_dora": True}}
-    with httpx2.Client(base_url=server.url) as http:
-        answer = http.post("/api/v1/create_model", json=body, headers={"X-API-Key": "tml-any"})
-    assert answer.status_code == 400
-    assert "use_dora is not available: DoRA divides by the norm of each row" in answer.json()["detail"]
 
 
 def test_our_fields_are_sent_only_if_they_are_asked_for():

@@ -11,8 +11,10 @@ from lorimer.engine.adapters import checkpoints
 from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.adapters.lora import find_targets
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
+from lorimer.engine.model.base_model import load_model
 from lorimer.models.debug import make_debug_model
 from lorimer.models.export.merging import empty_model
+from tests.engine.reference import DEVICE
 
 TOKENS = [torch.arange(length) * 13 % 250 for length in (21, 8)]
 
@@ -25,10 +27,13 @@ def make_base(directory: Path, architecture: str, **overrides: Any) -> Path:
 def make_adapter(base: Path, directory: Path, rank: int = 4, std: float = 0.05, **flags: bool) -> Path:
     """A saved adapter whose every factor is alive."""
     targets = find_targets(empty_model(base))
-    adapter = create_adapter(targets, LoraConfig(rank=rank, seed=3, **flags), OptimizerConfig())
+    rows = load_model(base, DEVICE, "base").rows if flags.get("use_dora") else None
+    adapter = create_adapter(targets, LoraConfig(rank=rank, seed=3, **flags), OptimizerConfig(), base=rows)
     generator = torch.Generator().manual_seed(4)
-    for _, b in adapter.weights.values():
+    for _, b, *magnitudes in adapter.weights.values():
         b.normal_(0, std, generator=generator)
+        for one in magnitudes:
+            one.mul_(torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator))
     checkpoints.save(adapter, targets, str(directory), base_model=str(base), weights_only=False)
     return directory
 

@@ -10,11 +10,23 @@ from tests.engine.reference import DEVICE
 
 ONLY_ON_A_CPU = {
     "test_attention_kernels.py::test_training_with_a_kernel": "the naive function computes on the CPU",
+    "test_full_bfloat16.py::test_gradients_equal_a_model_that_rounds": "products of other devices round elsewhere",
+    **dict.fromkeys(
+        (
+            "test_full_bfloat16.py::test_copies_are_reserved_with_the_rest",
+            "test_full_engine.py::test_memory_of_training_stays_reserved_until_it_is_taken",
+            "test_full_engine.py::test_an_engine_counts_on_nothing_that_another_has_reserved",
+            "test_full_engine.py::test_memory_is_checked_first",
+        ),
+        "they count what is reserved of the host's memory",
+    ),
+    "test_full_ranks.py": "ranks are processes of their own, which stay on the CPU",
     "test_merged.py": "only a CPU has packed weights to merge into",
     "test_model.py::test_models_that_cannot_be_packed_are_refused_with_the_reason[falcon": "it indexes by a list of "
     "numbers, which torch cannot pass on to a device that is written in Python",
     "test_sharding.py": "ranks are processes of their own, which stay on the CPU",
     "test_vision.py": "the towers call torch.meshgrid, which fails on a device that is written in Python",
+    "test_quantized_loading.py::test_the_vision_tower_is_not_quantised": "see test_vision.py",
     "test_self_test.py::test_a_device_is_compared_with_the_cpu": "a device in bfloat16 differs from the CPU",
 }
 """The tests that other devices do not run, by the beginning of their ids, with the reason."""

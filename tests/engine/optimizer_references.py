@@ -147,6 +147,23 @@ def _rounded(numbers: np.ndarray, is_signed: bool) -> np.ndarray:
     return rounded.reshape(numbers.shape)
 
 
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, *, is_rounded: bool
+) -> Tensor:
+    """Return Muon's iteration with sums in float64, rounded to bfloat16 where torch rounds, or nowhere."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.float().bfloat16().double() if is_rounded else x
+
+    a, b, c = coefficients
+    x = rounded((matrix if matrix.size(0) <= matrix.size(1) else matrix.T).double())
+    x = rounded(x / rounded(x.norm()).clamp(min=eps))
+    for _ in range(steps):
+        gram = rounded(x @ x.T)
+        x = rounded(a * x + rounded(b * gram + c * (gram @ gram)) @ x)
+    return (x if matrix.size(0) <= matrix.size(1) else x.T).float()
+
+
 def make_reference(name: str, weights: Mapping[str, Tensor], groups: Groups) -> TorchReference | NumpyReference:
     is_numpy = name in ("lion", "schedule_free_adamw", "adamw8bit")
     return (NumpyReference if is_numpy else TorchReference)(name, weights, groups)

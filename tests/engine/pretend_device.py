@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import PreTrainedModel
 
 from lorimer.engine.model.device import Device
 
@@ -106,6 +107,7 @@ class PretendTensor(Tensor):
     @data.setter
     def data(self, other: "PretendTensor") -> None:
         """Take the values of another tensor, as a full run does that samples from a copy of its weights."""
+        Tensor.data.__set__(self, other)  # the dtype, which may be another
         self.inner = other.inner.detach()
 
     def tolist(self) -> Any:
@@ -188,7 +190,14 @@ DEVICE = Device(torch.device("pretend", 0), torch.float32, 1 << 30)
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
 
-_tensor, _pin_memory = torch.tensor, Tensor.pin_memory
+_tensor, _pin_memory, _move = torch.tensor, Tensor.pin_memory, PreTrainedModel.to
+
+
+def _to(model: Any, *args: Any, **more: Any) -> Any:
+    """Move a model. Tied weights stay so on a GPU; here torch makes a parameter of each."""
+    moved: Any = _move(model, *args, **more)
+    moved.tie_weights()
+    return moved
 
 
 def _make_tensor(data: Any, *, device: Any = None, **more: Any) -> Tensor:
@@ -209,3 +218,4 @@ def _pin(tensor: Tensor) -> Tensor:
 _device_constructors()  # is cached: `with torch.device(...)` must know the function that ours calls
 torch.tensor = _make_tensor
 Tensor.pin_memory = _pin  # type: ignore[assignment,method-assign]
+PreTrainedModel.to = _to  # type: ignore[assignment,method-assign]

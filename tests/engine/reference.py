@@ -39,12 +39,15 @@ def open_pair(architecture, **overrides):
 
 
 def make_adapter(model, rank=4, seed=0, optimizer="adamw", **flags):
-    """An adapter whose B is not zero, so that every gradient is alive."""
+    """An adapter whose B is not zero, so that every gradient is alive; in DoRA its magnitudes are not the norms."""
     config = LoraConfig(rank=rank, seed=seed, **flags)
-    adapter = create_adapter(model.targets, config, OptimizerConfig(type=optimizer), model.device.handle)
+    adapter = create_adapter(model.targets, config, OptimizerConfig(type=optimizer), model.device.handle, model.rows)
     generator = torch.Generator().manual_seed(seed + 1)
-    for _, b in adapter.weights.values():
+    for _, b, *magnitudes in adapter.weights.values():
         b.copy_(torch.empty(b.shape).normal_(0, 0.05, generator=generator))
+        for one in magnitudes:
+            one.mul_(torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator).to(one.device))
+    adapter.weights_changed()
     return adapter
 
 
@@ -115,6 +118,7 @@ class PeftReference:
             r=rank,
             lora_alpha=ALPHA,
             use_rslora=is_rslora,
+            use_dora=adapter.config.use_dora is True,
             target_modules=list(parts),
             rank_pattern={name: rank * len(group) for name, group in parts.items() if len(group) > 1},
             alpha_pattern={name: ALPHA * len(group) ** power for name, group in parts.items() if len(group) > 1},
@@ -129,9 +133,11 @@ class PeftReference:
             with torch.no_grad():
                 b.zero_()
                 for i, target in enumerate(group):
-                    weight_a, weight_b = (factor.cpu() for factor in adapter.weights[target.name])
+                    weight_a, weight_b, *magnitudes = (factor.cpu() for factor in adapter.weights[target.name])
                     a[i * rank : (i + 1) * rank] = weight_a
                     b[target.rows, i * rank : (i + 1) * rank] = weight_b
+                    for one in magnitudes:
+                        layer.lora_magnitude_vector["default"].weight[target.rows] = one
 
     def logits(self, tokens):
         return self.model(input_ids=tokens[None]).logits[0]
@@ -144,6 +150,9 @@ class PeftReference:
             for i, target in enumerate(group):
                 rows = slice(i * rank, (i + 1) * rank)
                 found[target.name] = (a[rows], b[target.rows, rows])
+                if layer.lora_magnitude_vector:
+                    magnitudes = layer.lora_magnitude_vector["default"].weight
+                    found[target.name] += (magnitudes.grad[target.rows],)
         return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorimer.engine.config import EngineConfig
-from lorimer.engine.model.device import choose_dtype, free_bytes, open_device, used_bytes
+from lorimer.engine.model.device import Device, choose_dtype, free_bytes, open_device, used_bytes
 from lorimer.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -48,6 +48,11 @@ def test_what_the_user_says_is_taken(dtype):
     assert (device.type, device.dtype, device.memory_bytes) == ("cpu", getattr(torch, dtype), 12345)
     assert torch.get_num_threads() == 1
     assert device.with_float64(torch.ones(2)).device.type == "cpu"
+    assert device.product_dtype is device.dtype
+
+
+def test_an_accelerator_multiplies_bfloat16_numbers_in_bfloat16():
+    assert Device(torch.device("meta"), torch.float32, 0).product_dtype is torch.bfloat16
 
 
 def test_by_default_all_cores_of_the_process_and_most_of_the_free_memory_are_used():

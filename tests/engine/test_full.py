@@ -44,7 +44,7 @@ def run_plain(plain, data, loss_fn="cross_entropy"):
     total, logprobs = 0.0, []
     plain.zero_grad()
     for datum in data:
-        all_logprobs = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].log_softmax(-1)
+        all_logprobs = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float().log_softmax(-1)
         targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         chosen = all_logprobs.gather(1, targets.view(len(datum.tokens), -1)).view(targets.shape)
         loss = literal_loss(loss_fn, chosen, datum)

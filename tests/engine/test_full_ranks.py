@@ -47,10 +47,10 @@ BUDGET = 32
 class Pair:
     """An engine of several ranks, and one of one process, that hold the same full run."""
 
-    def __init__(self, folder, architecture, size):
+    def __init__(self, folder, architecture, size, **more):
         self.folder, self.size = folder, size
         make_debug_model(folder / "model", architecture=architecture)
-        fields = {"model": str(folder / "model"), "token_budget": BUDGET, "seed": 3, "method": "full"}
+        fields = {"model": str(folder / "model"), "token_budget": BUDGET, "seed": 3, "method": "full"} | more
         self.events: list = []
         self.ranks = EngineProcess(settings(folder, ranks=size, **fields), self.events.append)
         self.alone = Engine(settings(folder, **fields))
@@ -310,6 +310,32 @@ def test_each_rank_has_its_part_of_weights_gradient_and_optimiser(pair, optimize
         assert max(taken) == 8 * most
     else:  # the owner of a weight has all of its state
         assert max(taken) <= whole / pair.size + 4 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "tolerance"), [("qwen2", 1e-5), ("gpt_oss", 5e-3)])
+def test_passes_in_bfloat16_are_those_of_one_process(tmp_path, monkeypatch, architecture, tolerance):
+    """Ranks gather their float32 rows as bfloat16. Autograd rounds the gradients of routers once for each pass."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pair = Pair(tmp_path, architecture, ENGINES[architecture], dtype="bfloat16")
+    with pair.ranks:
+        assert pair.ranks.ready.result(PATIENCE).dtype == "bfloat16"
+        pair.create()
+        for seed in (0, 10):
+            assert_same_results(*pair.train(pair.operation(seed=seed)))
+            pair.assert_same_run(tolerance)
+            params = {"learning_rate": 1e-3, "eps": 1e-3}
+            ours, theirs = pair.both(OptimStep, model_id="run", params=params)
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3)
+        number = pair.alone.model.num_parameters
+        stages = [event.stage for event in pair.events if isinstance(event, LoadProgress)]
+        assert any(stage.endswith(f"of {4 * number} bytes of the base") for stage in stages)
+        # What ranks save one process loads, and goes on as they do.
+        for is_snapshot in (False, True):
+            saved = pair.save(is_snapshot=is_snapshot)
+            pair.alone.load_state(LoadState(request_id="load", model_id="run", directory=str(saved), optimizer=True))
+            assert files_of(pair.save_alone(is_snapshot=is_snapshot)) == files_of(saved)
+        assert_same_results(*pair.train(pair.operation(seed=20)))
 
 
 @pytest.mark.slow

@@ -14,7 +14,15 @@ from tests.engine.test_sampling import finish, make_sampler, prompt_of, request,
 LONG = 2 * PATIENCE
 
 
-@pytest.mark.parametrize(("architecture", "flags"), [*((name, {}) for name in DENSE), ("phi3", {"use_rslora": True})])
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        *((name, {}) for name in DENSE),
+        ("phi3", {"use_rslora": True}),
+        ("phi3", {"use_dora": True}),
+        ("qwen2", {"use_dora": True}),
+    ],
+)
 def test_logprobs_of_merged_steps_are_the_trainers(architecture, flags):
     model, _ = open_pair(architecture)
     adapter = make_adapter(model, rank=8, **flags)

@@ -23,6 +23,8 @@ from lorimer.errors import CheckpointError, InvalidInput
 from tests.engine.optimizer_references import TorchReference, dynamic_map, make_reference
 
 NAMES = list(OPTIMIZERS)
+WAYS = [*((name, torch.bfloat16) for name in NAMES), ("muon", torch.float32)]
+"""Each optimiser with the products of bfloat16 numbers that a device chooses; only Muon has any."""
 SHAPES = {
     "norm": (33,),
     "q_proj": (24, 40),
@@ -75,8 +77,8 @@ def multipliers_of(given: Mapping[str, float]) -> dict[str, float]:
     return {name: math.prod(given.get(group, 1.0) for group in groups) for name, groups in GROUPS.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_equal_the_reference(name: str) -> None:
+@pytest.mark.parametrize(("name", "product_dtype"), WAYS)
+def test_twenty_steps_equal_the_reference(name: str, product_dtype: torch.dtype) -> None:
     """Every field changes from step to step; weights have one to three dimensions and different learning rates."""
     weights = numbers(0)
     reference = make_reference(name, weights, GROUPS)
@@ -89,7 +91,9 @@ def test_twenty_steps_equal_the_reference(name: str) -> None:
         before = copy.deepcopy(reference.weights)
         reference.step(used, fields, multipliers_of(given))
         params = fields | {"lr_multipliers": given}
-        outcome = take_step(OptimizerConfig(type=name), weights, grads, state, step, params, GROUPS)
+        outcome = take_step(
+            OptimizerConfig(type=name), weights, grads, state, step, params, GROUPS, product_dtype=product_dtype
+        )
         assert outcome.is_applied
         assert outcome.metrics["optimizer_step"] == step + 1
         moved = torch.nn.utils.get_total_norm([reference.weights[key] - before[key] for key in SHAPES])
@@ -97,7 +101,10 @@ def test_twenty_steps_equal_the_reference(name: str) -> None:
         assert outcome.metrics["optimizer_state_bytes"] == state_bytes(state)
     tolerance = 2e-5 if name in ("adamw8bit", "schedule_free_adamw") else 2e-6
     for key, expected in reference.weights.items():
-        torch.testing.assert_close(weights[key], expected, rtol=1e-5, atol=tolerance)
+        # A sum in another order may be rounded to another bfloat16 number, which the iterations of a step magnify.
+        is_order_free = product_dtype is torch.bfloat16 or key not in state["momentum_buffer"]
+        limit = tolerance if is_order_free else 2e-4
+        torch.testing.assert_close(weights[key], expected, rtol=1e-5, atol=limit)
     if isinstance(reference, TorchReference):
         _compare_states(reference, state)
 
@@ -179,8 +186,10 @@ def test_the_dynamic_map_is_the_published_one(is_signed: bool) -> None:
     torch.testing.assert_close(ours.double(), torch.from_numpy(dynamic_map(is_signed)), rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_large_weights_in_parts_equal_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "product_dtype"), WAYS)
+def test_large_weights_in_parts_equal_whole_ones(
+    name: str, product_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit, with parts that begin and end anywhere, and chunks of several weights."""
     shapes = {"big": (37, 300), "vector": (5001,), "small": (3, 5), "wide": (2, 9000)}
 
@@ -193,7 +202,10 @@ def test_large_weights_in_parts_equal_whole_ones(name: str, monkeypatch: pytest.
         for step in range(3):
             before = {key: tensor.clone() for key, tensor in weights.items()}
             grads = {key: torch.randn(shape, generator=random) for key, shape in shapes.items()}
-            outcome = take_step(OptimizerConfig(type=name), weights, grads, state, step, {"learning_rate": 0.01}, {})
+            params = {"learning_rate": 0.01}
+            outcome = take_step(
+                OptimizerConfig(type=name), weights, grads, state, step, params, {}, product_dtype=product_dtype
+            )
             moved = torch.cat([(weights[key] - before[key]).double().flatten() for key in shapes]).norm()
             assert outcome.metrics["update_norm"] == pytest.approx(moved.item(), rel=1e-5)
             moves.append(outcome.metrics["update_norm"])
@@ -280,8 +292,10 @@ def assert_same(left: Adapter, right: Adapter) -> None:
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in ours)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_saved_between_gradient_and_step_continues_to_the_bit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "product_dtype"), WAYS)
+def test_a_run_saved_between_gradient_and_step_continues_to_the_bit(
+    name: str, product_dtype: torch.dtype, tmp_path: Path
+) -> None:
     straight = make_run(name)
     for step in range(5):
         add_gradient(straight, step)
@@ -291,11 +305,11 @@ def test_a_run_saved_between_gradient_and_step_continues_to_the_bit(name: str, t
             resumed = make_run(name, seed=7)
             checkpoints.load(resumed, TARGETS, saved, optimizer=True)
             assert_same(resumed, straight)
-        apply(straight, fields_of(name, step))
+        apply(straight, fields_of(name, step), product_dtype)
     for step in (3, 4):
         if step == 4:
             add_gradient(resumed, 4)
-        apply(resumed, fields_of(name, step))
+        apply(resumed, fields_of(name, step), product_dtype)
     assert_same(resumed, straight)
 
 
@@ -408,10 +422,12 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw"])  # test_optim.py has it
+@pytest.mark.parametrize(("name", "product_dtype"), WAYS[1:])  # test_optim.py has adamw
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_whatever_is_asked_nothing_that_is_not_finite_is_kept(name: str, data: st.DataObject) -> None:
+def test_whatever_is_asked_nothing_that_is_not_finite_is_kept(
+    name: str, product_dtype: torch.dtype, data: st.DataObject
+) -> None:
     """Also where a step is taken after others as extreme; one that is skipped or refused changes no bit."""
     optional = {key: FIELDS[key.removeprefix("adamw_")] for key in defaults(name)}
     sizes = st.none() | st.floats(width=32) | st.sampled_from([0.0, 1e-30, 1.0, 1e18, 1e19, 1e38])
@@ -427,7 +443,7 @@ def test_whatever_is_asked_nothing_that_is_not_finite_is_kept(name: str, data: s
             add_gradient(run, 0, size)
         before, step = everything(run), run.step
         try:
-            metrics = apply(run, params)
+            metrics = apply(run, params, product_dtype)
         except InvalidInput:
             run.clear_gradient()
             metrics = {"skipped": 1.0}

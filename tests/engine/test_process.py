@@ -1,6 +1,7 @@
 """An engine in a process of its own, through the door the API process uses: every command, every way to end.
 
-Starting a process takes seconds, so those that tests need to themselves are started together when the module begins.
+Starting a process takes seconds, so those that tests need to themselves are started together when the module begins;
+the shared one and that of another program without a fork server.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from lorimer.engine import fork_server
 from lorimer.engine.messages import (
     Cancel,
     CreateRun,
@@ -68,7 +70,12 @@ class Started:
         make_debug_model(directory / "model", architecture="llama")
         local = settings(directory, model=str(directory / "model"), token_budget=64)
         self.events: list = []
-        self.shared = EngineProcess(local, self.events.append)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(fork_server.VARIABLE, raising=False)
+            self.shared = EngineProcess(local, self.events.append)
+            self.parent: Any = subprocess.Popen(
+                [sys.executable, "-c", PARENT, str(directory)], stdout=subprocess.PIPE, text=True
+            )
         self.doomed = EngineProcess(local)
         self.busy = EngineProcess(local)
         self.unknown = EngineProcess(settings(directory, model="nobody/nothing"))
@@ -76,9 +83,6 @@ class Started:
         make_debug_model(refused, architecture="llama")
         (refused / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
         self.refused = EngineProcess(settings(directory, model=str(refused)))
-        self.parent: Any = subprocess.Popen(
-            [sys.executable, "-c", PARENT, str(directory)], stdout=subprocess.PIPE, text=True
-        )
 
     def close(self):
         engines = (self.shared, self.doomed, self.busy, self.unknown, self.refused)
@@ -172,11 +176,13 @@ def test_an_engine_of_another_version_is_not_waited_for(tmp_path, monkeypatch):
     """What it says cannot be read, as after an upgrade of the files under a running server."""
     stranger = tmp_path / "python"
     stranger.write_text(
-        f"#!{sys.executable}\nimport os, sys, time\n"
-        "os.write(int(sys.argv[3]), (5).to_bytes(8, 'little') + b'hello')\ntime.sleep(600)\n"
+        f"#!{sys.executable}\nimport os, sys, time\nnumber, read = int(sys.argv[3]), b''\n"
+        "while b'waiting' not in read:\n    read += os.read(number, 4096)\n"
+        "os.write(number, (5).to_bytes(8, 'little') + b'hello')\ntime.sleep(600)\n"
     )
     stranger.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stranger))
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
     with EngineProcess(settings(tmp_path)) as engine:
         future = engine.submit(GetStatus(request_id="waiting"))
         for error in (future.exception(PATIENCE), engine.ready.exception(PATIENCE)):
@@ -495,6 +501,8 @@ def test_a_killed_engine_fails_what_is_waiting_and_what_comes_later(started):
 
 def test_closing_an_engine_that_does_not_listen_kills_it(tmp_path):
     engine = EngineProcess(settings(tmp_path))
+    while engine.pid is None:
+        time.sleep(0.01)
     os.kill(engine.pid, signal.SIGSTOP)
     future = engine.submit(GetStatus(request_id="waiting"))
     engine.close(timeout_seconds=0.2)

@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 from lorimer.engine.adapters import checkpoints
+from lorimer.engine.adapters.adapters import FACTORS
 from lorimer.engine.channel import Connection
 from lorimer.engine.engine import Engine
 from lorimer.engine.messages import (
@@ -61,14 +62,14 @@ class Pair:
         command = kind(request_id=f"request-{next(NUMBERS)}", **fields)
         return self.ranks.submit(command).result(PATIENCE)
 
-    def new_run(self, rank, seed):
+    def new_run(self, rank, seed, **flags):
         """A run, the same in both engines, in which no factor is zero."""
         model_id = f"run-{next(NUMBERS)}"
-        create = CreateRun(request_id=model_id, model_id=model_id, lora=LoraConfig(rank=rank, seed=seed))
+        create = CreateRun(request_id=model_id, model_id=model_id, lora=LoraConfig(rank=rank, seed=seed, **flags))
         self.alone.create_run(create)
         self.ranks.submit(create).result(PATIENCE)
         directory = str(self.folder / f"start-{model_id}")
-        adapter = make_adapter(self.alone.model, rank=rank, seed=seed)
+        adapter = make_adapter(self.alone.model, rank=rank, seed=seed, **flags)
         checkpoints.save(adapter, self.alone.model.targets, directory, base_model="", weights_only=True)
         load = LoadState(request_id=f"load-{model_id}", model_id=model_id, directory=directory, optimizer=False)
         self.alone.load_state(load)
@@ -90,7 +91,7 @@ class Pair:
         saved, run = self.state(model_id), self.alone._run(model_id)
         assert run.grads is not None
         for name, pair in run.grads.items():
-            for factor, expected in zip("AB", pair, strict=True):
+            for factor, expected in zip(FACTORS[: len(pair)], pair, strict=True):
                 found, expected = saved[f"grad/{name}/{factor}"], expected.numpy()
                 assert np.linalg.norm(expected) > 0, name
                 assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected), (name, factor)
@@ -124,11 +125,13 @@ def assert_same_results(found, expected):
 
 
 def test_all_losses_of_runs_with_different_ranks_in_one_batch(pair):
+    """Two of them are DoRA runs, without experts, for which there is no DoRA."""
+    dora = {"use_dora": True, "train_mlp": not any(target.num_experts for target in pair.alone.model.targets)}
     pair.alone.register_loss(register_gather("loss", "picked"))
     pair.ranks.submit(register_gather(f"loss-{next(NUMBERS)}", "picked")).result(PATIENCE)
     runs, operations = [], []
     for number, loss_fn in enumerate([*LOSSES, "custom"]):
-        runs.append(pair.new_run(rank=(2, 8, 4)[number % 3], seed=number))
+        runs.append(pair.new_run(rank=(2, 8, 4)[number % 3], seed=number, **(dora if number in (1, 4) else {})))
         # Lengths that the budget cuts into several passes; one sequence is longer than the budget: checkpointed.
         config = {"loss_id": "picked"} if loss_fn == "custom" else {}
         request_id = f"op-{next(NUMBERS)}"

@@ -59,7 +59,8 @@ def test_engines_of_full_runs_have_the_ranks_of_their_base_and_are_of_their_own_
     assert list(found) == ["m#full-0", "m#full-1", "n#full-0", "n#full-1"]
     for place, (_, config) in found.items():
         assert is_full(place) and not is_sampler(place) and not is_plain(place)
-        assert (config.method, config.vllm, config.dtype) == ("full", None, "float32")
+        assert (config.method, config.vllm) == ("full", None)
+    assert [config.dtype for _, config in found.values()] == ["bfloat16"] * 2 + ["auto"] * 2
     assert [(config.ranks, config.device_index) for _, config in found.values()] == [(4, 0), (4, 4), (1, 0), (1, 1)]
     assert is_plain("m#0") and not is_plain("m#sampler-0")
     assert full_configs({"m": EngineConfig(quantize="nf4")}, 2) == {}

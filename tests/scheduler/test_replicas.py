@@ -24,6 +24,7 @@ from lorimer.scheduler.placement import (
     vllm_lacks,
 )
 from lorimer.store import moves
+from lorimer.store.weights import WeightsShape
 from lorimer.types.tensors import TensorData
 from tests.scheduler.service import MODEL, Service, service
 
@@ -236,13 +237,14 @@ LACKING = {
 
 @pytest.mark.parametrize("name", LACKING)
 def test_vllm_gets_no_request_that_it_cannot_answer_exactly(name):
-    assert vllm_lacks(LACKING[name], VllmConfig(), rank=None, has_seed=False) == name
+    assert vllm_lacks(LACKING[name], VllmConfig(), shape=None, has_seed=False) == name
 
 
-def test_vllm_gets_no_seed_grammar_or_high_rank():
+def test_vllm_gets_no_seed_grammar_high_rank_or_dora():
     request = sample_request(params={"temperature": 0.7, "stop": ["x"], "max_tokens": 9}, topk_sample_logprobs=3)
-    assert vllm_lacks(request, VllmConfig(), rank=32, has_seed=False) is None
-    assert vllm_lacks(request, VllmConfig(), rank=33, has_seed=False) == "rank"
-    assert vllm_lacks(request, VllmConfig(), rank=None, has_seed=True) == "seed"
-    assert vllm_lacks(request, VllmConfig(ignore_seeds=True), rank=None, has_seed=True) is None
-    assert vllm_lacks(request, VllmConfig(), rank=None, has_seed=False, grammar="start: /x/") == "grammar"
+    assert vllm_lacks(request, VllmConfig(), shape=WeightsShape(32), has_seed=False) is None
+    assert vllm_lacks(request, VllmConfig(), shape=WeightsShape(33), has_seed=False) == "rank"
+    assert vllm_lacks(request, VllmConfig(), shape=WeightsShape(8, use_dora=True), has_seed=False) == "use_dora"
+    assert vllm_lacks(request, VllmConfig(), shape=None, has_seed=True) == "seed"
+    assert vllm_lacks(request, VllmConfig(ignore_seeds=True), shape=None, has_seed=True) is None
+    assert vllm_lacks(request, VllmConfig(), shape=None, has_seed=False, grammar="start: /x/") == "grammar"

@@ -23,12 +23,13 @@ OUR_FIELDS = {
     "GetSessionResponse": {"status", "errors"},
     "TrainingRun": {
         *("created_at", "project_id", "seed", "optimizer_type"),
-        *("train_attn", "train_mlp", "train_unembed", "use_rslora", "replica", "run_id"),
+        *("train_attn", "train_mlp", "train_unembed", "use_rslora", "use_dora", "replica", "run_id", "run_name"),
         *("method", "train_embed", "train_norms", "snapshot_bytes"),
     },  # the console shows how a run was made, and where it is
     "LoraConfig": {"use_rslora", "use_dora", "init_from"},
-    "WeightsInfoResponse": {"use_rslora", "method", "train_embed", "train_norms"},
+    "WeightsInfoResponse": {"use_rslora", "use_dora", "method", "train_embed", "train_norms"},
     "GetInfoResponse": {"method"},
+    "GetSamplerResponse": {"model_id"},  # the run whose unsaved weights it has
     "CurrentCheckpointStorageUsageResponse": {"quotas"},  # which the official service does not have
     "TryAgainResponse": {"queue_state_reason"},  # the official client reads it from the raw body
 }

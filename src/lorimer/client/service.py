@@ -128,17 +128,19 @@ class ServiceClient:
         optimizer: types.OptimizerConfig | str | None = None,
         *,
         use_rslora: bool = False,
+        use_dora: bool = False,
         init_from: str | None = None,
         **run: Unpack[RunOptions],
     ) -> TrainingClient:
         """A new adapter on a base model.
 
         ``optimizer`` may be the name of one, as in ``optimizer="muon"``; ``use_rslora`` scales the adapter by
-        alpha / sqrt(rank), and ``init_from`` names an adapter of the server's ``peft_adapters`` to begin with. ``run``
-        are ``name``, ``notes``, ``tags``, ``config`` and others of ours.
+        alpha / sqrt(rank), ``use_dora`` trains the norms of rows apart from their directions, and ``init_from`` names
+        an adapter of the server's ``peft_adapters`` to begin with. ``run`` are ``name``, ``notes``, ``tags``,
+        ``config`` and others of ours.
         """
         warn_if_in_loop("create_lora_training_client")
-        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, init_from)
+        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, use_dora, init_from)
         return self._create(base_model, lora, user_metadata, optimizer, identity_of(run)).result()
 
     async def create_lora_training_client_async(
@@ -153,10 +155,11 @@ class ServiceClient:
         optimizer: types.OptimizerConfig | str | None = None,
         *,
         use_rslora: bool = False,
+        use_dora: bool = False,
         init_from: str | None = None,
         **run: Unpack[RunOptions],
     ) -> TrainingClient:
-        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, init_from)
+        lora = _lora_config(rank, seed, train_mlp, train_attn, train_unembed, use_rslora, use_dora, init_from)
         return await self._create(base_model, lora, user_metadata, optimizer, identity_of(run))
 
     def create_training_client(
@@ -345,6 +348,7 @@ class ServiceClient:
                 flags["train_attn"],
                 flags["train_unembed"],
                 info.use_rslora is True,
+                info.use_dora is True,
                 None,
             )
         client = await self._create_model(
@@ -439,7 +443,14 @@ class ServiceClient:
 
 
 def _lora_config(
-    rank: int, seed: int | None, mlp: bool, attn: bool, unembed: bool, use_rslora: bool, init_from: str | None
+    rank: int,
+    seed: int | None,
+    mlp: bool,
+    attn: bool,
+    unembed: bool,
+    use_rslora: bool,
+    use_dora: bool,
+    init_from: str | None,
 ) -> types.LoraConfig:
     if not (mlp or attn or unembed):
         raise ValueError("train_mlp, train_attn and train_unembed are all false; at least one must be true")
@@ -450,6 +461,7 @@ def _lora_config(
         train_attn=attn,
         train_unembed=unembed,
         use_rslora=use_rslora,
+        use_dora=use_dora,
         init_from=init_from,
     )
 
@@ -471,7 +483,7 @@ def _config(
     if given := [name for name, value in others.items() if value is not None]:
         raise ValueError(f"{' and '.join(given)}: a run of the method {method!r} has none; leave it out")
     if method == "lora":
-        return _lora_config(32 if rank is None else rank, seed, mlp, attn, unembed, False, None)
+        return _lora_config(32 if rank is None else rank, seed, mlp, attn, unembed, False, False, None)
     flags = {"train_mlp": mlp, "train_attn": attn, "train_unembed": unembed}
     flags |= {"train_embed": embed is not False, "train_norms": norms is not False}
     if not any(flags.values()):

@@ -51,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_index: int = 0
     """Which of several GPUs; engines beyond their number share them."""
     dtype: Dtype = "auto"
-    """Dtype of the frozen base; adapters, gradients, optimisers and full runs are always float32."""
+    """Dtype of passes and of the frozen base; adapters, weights of full runs, gradients and optimisers are float32."""
     quantize: Quantize = "none"
     """Format in which the projections of the frozen base are kept; passes compute in ``dtype``."""
     method: Method = "lora"

@@ -14,8 +14,7 @@ import msgspec
 import torch
 
 from lorimer.engine.adapters import checkpoints
-from lorimer.engine.adapters.adapters import Adapter, FrozenAdapter, create_adapter, snapshot
-from lorimer.engine.adapters.lora import scale_of
+from lorimer.engine.adapters.adapters import Adapter, FrozenAdapter, create_adapter, freeze, snapshot
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.full import checkpoints as full_checkpoints
 from lorimer.engine.full.full_run import FullRun, PublishedWeights, apply_step, create_full_run, publish
@@ -46,7 +45,7 @@ from lorimer.engine.messages import (
 )
 from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
 from lorimer.engine.model.device import Device, open_device, used_bytes
-from lorimer.engine.model.memory import choose_token_budget, count_fitting_tokens
+from lorimer.engine.model.memory import choose_token_budget, count_fitting_dora_tokens, count_fitting_tokens
 from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
 from lorimer.engine.sharding import ALONE, Shards
@@ -81,8 +80,6 @@ class Engine:
         """With ``shards``, be one of the ranks of an engine; all of them execute the same commands."""
         self.shards = shards
         self._is_full = config.method == "full"
-        if self._is_full:
-            config = msgspec.structs.replace(config, dtype="float32")
         report = progress or (lambda stage, fraction: None)
         with shards.agreed():
             device, memory = self._load(config, report)
@@ -92,11 +89,13 @@ class Engine:
         with shards.agreed():
             # A budget that was set also says how much is kept.
             is_set = config.token_budget > 0
-            fitting = 0 if is_set else count_fitting_tokens(self.model, int(_TRAINING_SHARE * memory))
+            room = int(_TRAINING_SHARE * memory)
+            fitting = 0 if is_set else count_fitting_tokens(self.model, room)
+            fitting_dora = count_fitting_dora_tokens(self.model, room, fitting)
             budget = config.token_budget or choose_token_budget(fitting, device.type, self._is_full)
             if not shards.is_alone:
                 self._shard(device, report)
-        self.trainer = Trainer(self.model, budget, fitting)
+        self.trainer = Trainer(self.model, budget, fitting, fitting_dora)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
 
         def new_sampler() -> Sampler:
@@ -191,7 +190,7 @@ class Engine:
         if lora.seed is None:
             lora = msgspec.structs.replace(lora, seed=self._new_seed(63))
         self._runs[command.model_id] = create_adapter(
-            self.model.targets, lora, command.optimizer, self.model.device.handle
+            self.model.targets, lora, command.optimizer, self.model.device.handle, self.model.rows
         )
         return StateResult()
 
@@ -270,7 +269,7 @@ class Engine:
             metrics = apply_step(run, command.params)
             self._count_taken()
             return StepResult(metrics=metrics)
-        return StepResult(metrics=optim.apply(run, command.params))
+        return StepResult(metrics=optim.apply(run, command.params, self.model.device.product_dtype))
 
     def register_loss(self, command: RegisterLoss) -> StateResult:
         self.trainer.custom_losses[command.loss_id] = CustomLoss.parse(command.inputs, command.graph)
@@ -350,7 +349,8 @@ class Engine:
         return StateResult()
 
     def _publish(self, run: FullRun) -> PublishedWeights:
-        with room_for_copy("a copy of the weights for sampling", self._reservation, self.model):
+        what, is_averaged = "a copy of the weights for sampling", run.has_average
+        with room_for_copy(what, self._reservation, self.model, is_averaged):
             return publish(run)
 
     def _load_frozen(self, directory: str) -> FrozenAdapter | PublishedWeights:
@@ -360,8 +360,8 @@ class Engine:
         config = checkpoints.read_config(directory)
         weights = checkpoints.load_weights(directory, self.model.targets, config)
         on = self.model.device.handle
-        pairs = {name: (a.to(on), b.to(on)) for name, (a, b) in weights.items()}
-        return FrozenAdapter(pairs, config.rank, scale_of(config))
+        pairs = {name: tuple(one.to(on) for one in pair) for name, pair in weights.items()}
+        return freeze(pairs, config, self.model.rows)
 
     def _add_sampler(self, sampler_id: str, freeze: Callable[[], FrozenAdapter | PublishedWeights]) -> None:
         if not sampler_id or sampler_id in self._samplers:

@@ -35,6 +35,8 @@ class LoraConfig(Message):
     train_unembed: bool = True
     use_rslora: bool | msgspec.UnsetType = msgspec.UNSET
     """Not written unless it is set: the checksums of manifests that were saved without the field stay right."""
+    use_dora: bool | msgspec.UnsetType = msgspec.UNSET
+    """Train the norm of each row apart from its direction (``adapters/dora.py``); written as ``use_rslora`` is."""
 
 
 class FullConfig(Message):

@@ -71,7 +71,8 @@ class EngineProcess:
         self._writer.start()
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
+        """The process id; None while the process is being forked."""
         return self._link.pid
 
     @property

@@ -24,6 +24,8 @@ HOST = "cpu"
 WEIGHT_BYTES = 4
 STATE_BYTES = 12
 """Bytes per parameter of a full run, besides the weight: its gradient and two moments, float32."""
+COPY_BYTES = {"float32": 0, "bfloat16": 2}
+"""Bytes per parameter of the copy that passes of a full run compute with, by their dtype."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,9 +125,10 @@ def host_free_bytes() -> int:
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 
-def fits_full_run(num_parameters: int, ranks: int = 1) -> bool:
+def fits_full_run(num_parameters: int, ranks: int = 1, dtype: str = "float32") -> bool:
     """Return whether the host has room for a full run of a model; each of several ranks loads the whole model first."""
-    return (WEIGHT_BYTES * ranks + STATE_BYTES) * num_parameters <= host_free_bytes() - reserved_bytes()
+    loaded = (WEIGHT_BYTES + COPY_BYTES[dtype]) * ranks
+    return (loaded + STATE_BYTES) * num_parameters <= host_free_bytes() - reserved_bytes()
 
 
 def format_bytes(size: int) -> str:

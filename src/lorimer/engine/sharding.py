@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -225,17 +225,20 @@ class Shards:
                 dist.recv(tensor, src=source)
         return tensor
 
-    def shard(self, decoder: nn.Module, layers: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
+    def shard(
+        self, decoder: nn.Module, layers: Sequence[nn.Module], others: Sequence[nn.Module], dtype: torch.dtype | None
+    ) -> None:
         """Leave to each rank its part of the parameters of ``decoder`` and ``others``.
 
-        Each layer, and each of ``others`` (embedding, head), is gathered by itself. Raise if anything still holds a
-        whole parameter afterwards: sharding has no effect on a tensor that somebody else refers to.
+        Each layer, and each of ``others`` (embedding, head), is gathered by itself, in ``dtype`` or its own. Raise if
+        anything still holds a whole parameter afterwards: sharding has no effect on one that somebody else refers to.
         """
         modules = [decoder, *others]
         whole = [(name, StorageWeakRef(p.untyped_storage())) for m in modules for name, p in m.named_parameters()]
         wanted = sum(_part_bytes(p, self.size) for p in {id(p): p for m in modules for p in m.parameters()}.values())
+        policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
         for unit in [*layers, *others, decoder]:
-            fully_shard(unit, mesh=self._mesh, reshard_after_forward=True)
+            fully_shard(unit, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
         for unit in others:
             assert isinstance(unit, FSDPModule)
             unit.set_unshard_in_backward(False)

@@ -75,6 +75,7 @@ def values_of_request(request: types.CreateModelRequest, served: Collection[str]
         user_metadata=user_metadata,
         optimizer_type=optimizer_type,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
     )
 
 
@@ -99,6 +100,7 @@ def values_of_weights(request: types.LoadWeightsRequest, weights: Weights) -> Ru
         train_embed=weights.train_embed,
         train_norms=weights.train_norms,
         use_rslora=weights.use_rslora,
+        use_dora=weights.use_dora,
         method=weights.method,
         user_metadata=metadata(request.user_metadata),
         optimizer_type=chosen,
@@ -131,7 +133,7 @@ def check_optimizer_state(weights: Weights, optimizer: bool, optimizer_type: str
 
 
 def check_fits(run: Run, weights: Weights) -> None:
-    for name in ("base_model", "method", "rank", "use_rslora", *(f"train_{group}" for group in GROUPS)):
+    for name in ("base_model", "method", "rank", "use_rslora", "use_dora", *(f"train_{group}" for group in GROUPS)):
         theirs, ours = getattr(weights, name), getattr(run, name)
         if theirs != ours:
             raise InvalidInput(f"the weights have {name} {theirs!r}, the run {ours!r}; make a new run from the weights")

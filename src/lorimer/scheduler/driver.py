@@ -17,6 +17,7 @@ from typing import Any
 from lorimer import types
 from lorimer.engine import messages
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.launch import Launcher
 from lorimer.engine.messages import ModelInfo, SampleProgress
 from lorimer.errors import Busy, EngineDied, EngineError, LorimerError, StorageError
 from lorimer.scheduler import events, journal, spans
@@ -73,6 +74,7 @@ class Driver:
         results: Results,
         usage: UsageBuffer,
         known_losses: dict[str, CreateLoss],
+        launcher: Launcher,
     ) -> None:
         """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
         self.name, self.place = name, place
@@ -83,7 +85,7 @@ class Driver:
             limits = dataclasses.replace(limits, max_loaded_runs=1, max_loaded_samplers=MAX_FULL_SAMPLERS)
         self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
         self.inbox = Inbox()
-        self.slot = EngineSlot(name, config, self.inbox, stall_seconds=limits.stall_seconds)
+        self.slot = EngineSlot(name, config, self.inbox, launcher, stall_seconds=limits.stall_seconds)
         self.streams: dict[str, DirectSample] = {}
         """Direct samples in progress, by request_id."""
         self._store, self._scratch, self._results, self._usage = store, scratch, results, usage

@@ -36,6 +36,7 @@ def create_command(row: Run) -> messages.CreateRun:
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
         use_rslora=row.use_rslora or UNSET,
+        use_dora=row.use_dora or UNSET,
     )
     return messages.CreateRun(request_id=request_id, model_id=model_id, lora=lora, optimizer=optimizer)
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.launch import Launcher
 from lorimer.engine.messages import Command, GetStatus, LoadProgress, ModelInfo, Result, SampleProgress, TrainBatch
 from lorimer.engine.process import EngineProcess
 from lorimer.errors import EngineDied, InvalidInput, LorimerError
@@ -30,8 +31,11 @@ State = Literal["idle", "starting", "ready", "failed", "closed"]
 class EngineSlot:
     """Holds one engine process at a time."""
 
-    def __init__(self, name: str, config: EngineConfig, inbox: Inbox, *, stall_seconds: float) -> None:
+    def __init__(
+        self, name: str, config: EngineConfig, inbox: Inbox, launcher: Launcher, *, stall_seconds: float
+    ) -> None:
         self.name, self.config = name, config
+        self._launcher = launcher
         self.state: State = "idle"
         self.stage = ""
         """What a starting engine is doing, with percent."""
@@ -81,7 +85,7 @@ class EngineSlot:
     def _spawn(self) -> None:
         self._restart = None
         self.state, self.stage = "starting", "starting the engine process"
-        process = EngineProcess(self.config, self._on_event)
+        process = EngineProcess(self.config, self._on_event, self._launcher)
         self._process, self._last_heard = process, time.monotonic()
         self._is_pinged = False
         self._set_watch(self._stall_seconds)

@@ -218,7 +218,7 @@ class Leases:
         # Engines that are starting may not have reserved their memory yet.
         starting = [one for name, one in self._owner.drivers.items() if is_full(name) and not one.slot.is_ready]
         number, ranks = wanted.info["num_parameters"] * (1 + len(starting)), self._engines[wanted.name][1].ranks
-        fits = await asyncio.to_thread(fits_full_run, number, ranks)
+        fits = await asyncio.to_thread(fits_full_run, number, ranks, wanted.info["dtype"])
         # A run that nobody has the memory for is refused by an engine, with the numbers. One that exists waits.
         return fits or (wanted.creates_run and has_waited)
 

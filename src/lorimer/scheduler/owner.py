@@ -8,6 +8,7 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 
 from lorimer.engine.config import EngineConfig
+from lorimer.engine.launch import ForkingLauncher
 from lorimer.scheduler.driver import Driver
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import CreateLoss
@@ -43,6 +44,7 @@ class Owner:
         """By the name of the replica."""
         self.known_losses: dict[str, CreateLoss] = {}
         """The custom losses that engines have validated or runs need, by loss_id."""
+        self._launcher = ForkingLauncher()
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._arrivals: dict[str, asyncio.Lock] = {}
 
@@ -90,6 +92,7 @@ class Owner:
             self.results,
             self.usage,
             self.known_losses,
+            self._launcher,
         )
 
     async def _supervise(self, place: str) -> None:
@@ -128,3 +131,4 @@ class Owner:
             supervisor.cancel()
         await asyncio.gather(*supervisors, return_exceptions=True)
         await asyncio.gather(*(driver.end() for driver in self.drivers.values()))
+        self._launcher.close()

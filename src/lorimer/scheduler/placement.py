@@ -24,6 +24,7 @@ from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.runs import Operation
 from lorimer.store import futures, moves, runs
 from lorimer.store.futures import FutureRow
+from lorimer.store.weights import WeightsShape
 
 PROMPT_TOKENS = 16
 """Samples of the base model are placed by their user and this many first tokens of their prompt."""
@@ -91,7 +92,7 @@ def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, t
     """
     found: dict[str, tuple[str, EngineConfig]] = {}
     for name, config in models.items():
-        full = msgspec.structs.replace(config, method="full", dtype="float32", vllm=None, quantize="none")
+        full = msgspec.structs.replace(config, method="full", vllm=None, quantize="none")
         for each in range(number if config.quantize == "none" else 0):
             index = config.device_index + each * config.ranks
             found[f"{name}{_FULL}{each}"] = name, msgspec.structs.replace(full, device_index=index)
@@ -144,11 +145,16 @@ def sample_key(user_id: str, weights_id: str | None, prompt: types.ModelInput) -
 
 
 def vllm_lacks(
-    request: types.SampleRequest, vllm: VllmConfig, *, rank: int | None, has_seed: bool, grammar: str = ""
+    request: types.SampleRequest,
+    vllm: VllmConfig,
+    *,
+    shape: WeightsShape | None,
+    has_seed: bool,
+    grammar: str = "",
 ) -> str | None:
     """Return the name of what vLLM cannot do exactly as the engine does; None if it can answer all of a request.
 
-    ``rank`` is that of the sampled weights, None for the base. ``has_seed``: the client chose the seed.
+    ``shape`` is that of the sampled weights, None for the base. ``has_seed``: the client chose the seed.
     """
     params = request.sampling_params
     needs = {
@@ -165,7 +171,8 @@ def vllm_lacks(
         "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
         "grammar": bool(grammar),
         "images": any(isinstance(chunk, types.ImageChunk) for chunk in request.prompt.chunks),
-        "rank": rank is not None and rank > vllm.max_lora_rank,
+        "rank": shape is not None and shape.rank > vllm.max_lora_rank,
+        "use_dora": shape is not None and shape.use_dora,
     }
     return next((name for name, is_needed in needs.items() if is_needed), None)
 

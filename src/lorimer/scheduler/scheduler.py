@@ -59,12 +59,12 @@ from lorimer.store.samplers import SamplingSession
 from lorimer.store.scratch import Scratch
 from lorimer.store.sessions import Session
 from lorimer.store.users import User
-from lorimer.store.weights import Weights, get_weights
+from lorimer.store.weights import Weights, WeightsShape, get_weights
 from lorimer.types.encoding import EncodedTraining
 
 log = logging.getLogger("lorimer.scheduler")
 
-MAX_RANKS = 10_000
+MAX_SHAPES = 10_000
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Scheduler:
         self._num_replicas = num_replicas or {}
         self._places: dict[str, str] = {}
         """The replica of each run that was used since the start, by model_id."""
-        self._ranks: dict[str, int] = {}
-        """The ranks of weights that were sampled, by weights_id."""
+        self._shapes: dict[str, WeightsShape] = {}
+        """The shapes of weights that were sampled, by weights_id."""
         self._chance = random.Random()
         self._is_closing = False
 
@@ -416,9 +416,9 @@ class Scheduler:
         """
         check_sample(request)
         base_model, weights_id = sampler.base_model, sampler.weights_id
-        rank = await self._rank_of(base_model, weights_id)
+        shape = await self._shape_of(base_model, weights_id)
         replica = self._replica_of_sample(
-            user.user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed, model_id=sampler.model_id
+            user.user_id, base_model, weights_id, request, shape=shape, has_seed=has_seed, model_id=sampler.model_id
         )
         sample = Sample(
             request_id=secrets.token_hex(16),
@@ -451,17 +451,17 @@ class Scheduler:
         weights_id: str | None,
         request: types.SampleRequest,
         *,
-        rank: int | None = None,
+        shape: WeightsShape | None = None,
         grammar: str = "",
         stream: bool = False,
     ) -> DirectSample:
         """Enqueue a direct sample, which is not journaled; with ``stream`` its tokens come in ``pieces``.
 
-        ``rank`` is that of the weights. Raise `Busy` if the queue is full.
+        ``shape`` is that of the weights. Raise `Busy` if the queue is full.
         """
         has_seed = request.sampling_params.seed is not None
         replica = self._replica_of_sample(
-            user_id, base_model, weights_id, request, rank=rank, has_seed=has_seed, grammar=grammar
+            user_id, base_model, weights_id, request, shape=shape, has_seed=has_seed, grammar=grammar
         )
         return replica.start_sample(user_id, weights_id, with_seed(request), grammar, stream)
 
@@ -545,18 +545,18 @@ class Scheduler:
         weights_id: str | None,
         request: types.SampleRequest,
         *,
-        rank: int | None,
+        shape: WeightsShape | None,
         has_seed: bool,
         grammar: str = "",
         model_id: str | None = None,
     ) -> Replica:
         """Return a replica that can answer the request exactly. ``model_id`` is the run of the weights, if known."""
-        if rank == 0:
+        if shape is not None and shape.rank == 0:
             full, holder = self.full_replicas(base_model), self._places.get(model_id or "")
             return next((one for one in full if one.place == holder), None) or choose_for_sample(full, weights_id or "")
         replicas, config = self.replicas(base_model), self.models[base_model]
         if config.vllm is not None:
-            lacks = vllm_lacks(request, config.vllm, rank=rank, has_seed=has_seed, grammar=grammar)
+            lacks = vllm_lacks(request, config.vllm, shape=shape, has_seed=has_seed, grammar=grammar)
             samplers = [replica for replica in self._replicas_of(base_model) if is_sampler(replica.place)]
             if lacks is None and any(replica.status().state == "idle" for replica in samplers):
                 self.start_engine(base_model)
@@ -565,16 +565,17 @@ class Scheduler:
             return replicas[0]
         return choose_for_sample(replicas, sample_key(user_id, weights_id, request.prompt))
 
-    async def _rank_of(self, base_model: str, weights_id: str | None) -> int | None:
-        """Return the rank of weights, on which the placement of their samples depends: 0 for those of a full run."""
+    async def _shape_of(self, base_model: str, weights_id: str | None) -> WeightsShape | None:
+        """Return the shape of weights, on which the placement of their samples depends."""
         if weights_id is None or base_model not in self.models:
             return None
-        if weights_id not in self._ranks:
+        if weights_id not in self._shapes:
             found = await self.store.read(get_weights, weights_id)
-            if len(self._ranks) >= MAX_RANKS:
-                self._ranks.clear()
-            self._ranks[weights_id] = found.rank if found is not None else 1  # removed, as the core will say
-        return self._ranks[weights_id]
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            # Without a row they were removed, as the core will say.
+            self._shapes[weights_id] = WeightsShape(1) if found is None else found.shape
+        return self._shapes[weights_id]
 
     # ── what all submits share ────────────────────────────────────────────────────────────────────────
 

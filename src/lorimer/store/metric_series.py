@@ -84,10 +84,17 @@ class Entries:
 
 def client_series(entries: Entries, names: Collection[str] | None) -> dict[str, Columns]:
     """Return the series that clients reported, in the order of the log."""
-    return {
-        name: join([Columns(entries.numbers[found], entries.times[found], values)])
-        for name, (found, values) in _by_name(entries.data, names).items()
-    }
+    by_name = _by_name(entries.data, names)
+    axes: dict[int, tuple[Integers, Floats, bool]] = {}  # computed once for metrics that are in the same entries
+    series = {}
+    for name, (found, values) in by_name.items():
+        if (axis := axes.get(id(found))) is None:
+            steps = entries.numbers[found]
+            axis = axes[id(found)] = steps, entries.times[found], bool((np.diff(steps) > 0).all())
+        steps, times, is_ascending = axis
+        columns = Columns(steps, times, values)
+        series[name] = columns if is_ascending else join([columns])
+    return series
 
 
 def engine_series(
@@ -125,10 +132,10 @@ def _by_name(data: Sequence[bytes], names: Collection[str] | None) -> Named:
         flat.extend(values.values())
     parts: dict[str, list[tuple[Indices, Floats]]] = defaultdict(list)
     for known, (indices, flat) in alike.items():
-        table = np.frombuffer(flat, np.float64).reshape(len(indices), len(known)).T
+        table, chosen = np.frombuffer(flat, np.float64).reshape(len(indices), len(known)).T, np.array(indices, np.intp)
         for name, column in zip(known, table, strict=True):
             if names is None or name in names:
-                parts[name].append((np.array(indices, np.intp), column))
+                parts[name].append((chosen, column))
     return {name: _in_order(of_name) for name, of_name in parts.items()}
 
 

@@ -4,12 +4,13 @@ A later part supersedes what earlier parts measured from its first step on. Summ
 background (`summarise`) from a state per part, so that neither training nor lists of runs pay for them.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from sqlalchemy import Connection, delete, func, select, update
 
 from lorimer.store import metrics
@@ -19,7 +20,7 @@ from lorimer.store.tables import insert, metric_states, run_metrics, runs, track
 from lorimer.store.tables import metrics as metrics_table
 from lorimer.store.tracking import parts_of
 from lorimer.types.runs import MetricSummary
-from lorimer.types.thinning import Columns, Floats, Integers
+from lorimer.types.thinning import Columns
 
 ENTRIES_PER_READ = 10_000
 
@@ -109,31 +110,35 @@ class Extremes(msgspec.Struct, array_like=True):
     def settle(self) -> None:
         """Take the newest point, which will not change any more, into account."""
         if self.newest is not None:
-            self._take(np.array([self.newest_step]), np.array([self.newest]))
+            self._take([self.newest_step], [self.newest])
 
     def add(self, columns: Columns) -> bool:
         """Add points in ascending order. Return False if one changes a point that was settled before."""
-        steps, values = columns.steps, columns.values
-        if not len(steps):
+        # Lists: a report has many metrics of a few points each, for which calls of numpy take longer.
+        steps, values = columns.steps.tolist(), columns.values.tolist()
+        if not steps:
             return True
         if steps[0] < self.newest_step:
             return False
         if steps[0] > self.newest_step:
             self.settle()
-        is_finite = np.isfinite(values)
-        self._take(steps[:-1][is_finite[:-1]], values[:-1][is_finite[:-1]])
-        self.newest_step, self.newest = int(steps[-1]), float(values[-1]) if is_finite[-1] else None
+        newest_step, newest = steps.pop(), values.pop()
+        if not all(map(math.isfinite, values)):
+            is_finite = list(map(math.isfinite, values))
+            steps, values = list(compress(steps, is_finite)), list(compress(values, is_finite))
+        self._take(steps, values)
+        self.newest_step, self.newest = newest_step, newest if math.isfinite(newest) else None
         return True
 
-    def _take(self, steps: Integers, values: Floats) -> None:
-        if not len(values):
+    def _take(self, steps: list[int], values: list[float]) -> None:
+        if not values:
             return
-        self.last_step, self.last = int(steps[-1]), float(values[-1])
-        low, high = int(values.argmin()), int(values.argmax())
-        if self.min is None or values[low] < self.min:
-            self.min_step, self.min = int(steps[low]), float(values[low])
-        if self.max is None or values[high] > self.max:
-            self.max_step, self.max = int(steps[high]), float(values[high])
+        self.last_step, self.last = steps[-1], values[-1]
+        low, high = min(values), max(values)
+        if self.min is None or low < self.min:
+            self.min_step, self.min = steps[values.index(low)], low
+        if self.max is None or high > self.max:
+            self.max_step, self.max = steps[values.index(high)], high
 
 
 class State(msgspec.Struct):
@@ -202,13 +207,15 @@ def _advance(c: Connection, part: Run, window: Window, data: bytes | None) -> St
 
 def _read_into(c: Connection, model_id: str, state: State, window: Window) -> bool:
     """Add what is new to a state. Return False if a settled point changed, so that it must be built again."""
+    from_client = set(state.from_client)
     while True:
         found = metrics.read(c, model_id, Cursor(*state.cursor), ENTRIES_PER_READ, Choice(window=window))
-        for (source, name), columns in sorted(found.series.items()):
-            if source == "client" and name not in state.from_client:
+        for (source, name), columns in found.series.items():  # sorted: the client's before the engine's
+            if source == "client" and name not in from_client:
+                from_client.add(name)
                 state.from_client.append(name)
                 state.series.pop(name, None)
-            elif source == "engine" and name in state.from_client:
+            elif source == "engine" and name in from_client:
                 continue
             if not state.series.setdefault(name, Extremes()).add(columns):
                 return False
@@ -227,7 +234,7 @@ def store_summary(c: Connection, run_id: str, states: Iterable[tuple[str, State]
         values = {"model_id": model_id, "entry_id": state.cursor[0], "data": _encode(state)}
         new = insert(c, metric_states).values(values)
         c.execute(new.on_conflict_do_update(index_elements=[metric_states.c.model_id], set_=values))
-    rows = [{"run_id": run_id} | one.model_dump() for one in combined([state for _, state in listed])]
+    rows = [{"run_id": run_id, **dict(one)} for one in combined([state for _, state in listed])]
     c.execute(delete(run_metrics).where(run_metrics.c.run_id == run_id))
     if rows:
         c.execute(run_metrics.insert(), rows)

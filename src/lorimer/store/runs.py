@@ -62,6 +62,7 @@ class Run:
     """The first step that its client reports metrics of, in the client's own count; None if it did not say."""
     deleted_at: datetime | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     method: Method = "lora"
     train_embed: bool = False
     train_norms: bool = False
@@ -91,6 +92,7 @@ class RunValues:
     user_metadata: dict[str, str]
     optimizer_type: str
     use_rslora: bool = False
+    use_dora: bool = False
     method: Method = "lora"
     train_embed: bool = False
     train_norms: bool = False
@@ -116,6 +118,7 @@ def create_run(
     optimizer_type: str,
     user_metadata: dict[str, str],
     use_rslora: bool = False,
+    use_dora: bool = False,
     replica: str | None = None,
     method: Method = "lora",
     train_embed: bool = False,
@@ -136,6 +139,7 @@ def create_run(
         "train_mlp": train_mlp,
         "train_unembed": train_unembed,
         "use_rslora": use_rslora,
+        "use_dora": use_dora,
         "optimizer_type": optimizer_type,
         "user_metadata": user_metadata,
         "created_at": now,

@@ -25,7 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from lorimer.store.columns import NUMBER, Json, UtcDateTime, id_column, partial_index, text_column, time_column
 
-SCHEMA_VERSION = "0014"
+SCHEMA_VERSION = "0015"
 """The newest revision in `migrations/versions`."""
 
 
@@ -99,7 +99,7 @@ runs = Table(
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
     Column("train_unembed", Boolean, nullable=False),
-    Column("use_rslora", Boolean, nullable=False, server_default=false()),
+    *(Column(name, Boolean, nullable=False, server_default=false()) for name in ("use_rslora", "use_dora")),
     text_column("optimizer_type"),
     Column("user_metadata", Json, nullable=False),
     time_column("created_at"),
@@ -117,8 +117,7 @@ runs = Table(
     Column("first_step", BigInteger, nullable=True),
     time_column("deleted_at", null=True),
     Column("method", Text, nullable=False, server_default=text("'lora'")),
-    Column("train_embed", Boolean, nullable=False, server_default=false()),
-    Column("train_norms", Boolean, nullable=False, server_default=false()),
+    *(Column(name, Boolean, nullable=False, server_default=false()) for name in ("train_embed", "train_norms")),
     UniqueConstraint("session_id", "model_seq_id"),
     Index(None, "run_id", "created_at"),
     Index(None, "user_id", "created_at", "model_id"),
@@ -281,15 +280,14 @@ weights = Table(
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
     Column("train_unembed", Boolean, nullable=False),
-    Column("use_rslora", Boolean, nullable=False, server_default=false()),
+    *(Column(name, Boolean, nullable=False, server_default=false()) for name in ("use_rslora", "use_dora")),
     text_column("optimizer_type"),
     Column("has_optimizer", Boolean, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("files", Json, nullable=False),
     time_column("created_at"),
     Column("method", Text, nullable=False, server_default=text("'lora'")),
-    Column("train_embed", Boolean, nullable=False, server_default=false()),
-    Column("train_norms", Boolean, nullable=False, server_default=false()),
+    *(Column(name, Boolean, nullable=False, server_default=false()) for name in ("train_embed", "train_norms")),
 )
 
 checkpoints = Table(

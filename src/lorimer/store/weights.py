@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from sqlalchemy import Connection, delete, exists, or_, select
 
@@ -15,6 +15,14 @@ from lorimer.store.values import new_id, record, record_or_none, utc_now
 class WeightsFile(TypedDict):
     size: int
     sha256: str
+
+
+class WeightsShape(NamedTuple):
+    """What decides which replicas can sample weights."""
+
+    rank: int
+    """0 for those of a full run."""
+    use_dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,14 @@ class Weights:
     """Keyed by path relative to the directory."""
     created_at: datetime
     use_rslora: bool = False
+    use_dora: bool = False
     method: Method = "lora"
     train_embed: bool = False
     train_norms: bool = False
+
+    @property
+    def shape(self) -> WeightsShape:
+        return WeightsShape(self.rank, self.use_dora)
 
 
 def add_weights(
@@ -53,6 +66,7 @@ def add_weights(
     size_bytes: int,
     files: dict[str, WeightsFile],
     use_rslora: bool = False,
+    use_dora: bool = False,
     method: Method = "lora",
     train_embed: bool = False,
     train_norms: bool = False,
@@ -67,6 +81,7 @@ def add_weights(
         "train_mlp": train_mlp,
         "train_unembed": train_unembed,
         "use_rslora": use_rslora,
+        "use_dora": use_dora,
         "optimizer_type": optimizer_type,
         "has_optimizer": has_optimizer,
         "size_bytes": size_bytes,
@@ -91,6 +106,7 @@ def add_directory(c: Connection, run: Run, name: str, files: dict[str, WeightsFi
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
         use_rslora=run.use_rslora,
+        use_dora=run.use_dora,
         optimizer_type=run.optimizer_type,
         has_optimizer=has_optimizer,
         size_bytes=sum(file["size"] for file in files.values()),

@@ -116,6 +116,7 @@ class WeightsInfoResponse(Response):
     train_mlp: bool | None = None
     train_attn: bool | None = None
     use_rslora: bool | None = None
+    use_dora: bool | None = None
     method: str | None = None
     """``lora`` or ``full``; the last three fields are Lorimer's own."""
     train_embed: bool | None = None
@@ -189,6 +190,7 @@ class TrainingRun(Response):
     train_mlp: bool | None = None
     train_unembed: bool | None = None
     use_rslora: bool | None = None
+    use_dora: bool | None = None
     train_embed: bool | None = None
     train_norms: bool | None = None
     method: str | None = None
@@ -198,6 +200,8 @@ class TrainingRun(Response):
     """The replica of the base model that has the run; none if it was evicted, and its next request places it."""
     run_id: str | None = None
     """The run that it is a part of: its own id unless it resumed another training run."""
+    run_name: str | None = None
+    """The name of that run; of one training run and for its owner."""
     snapshot_bytes: int | None = None
     """Size of the snapshots from which the run is restored, of one run and for its owner."""
 

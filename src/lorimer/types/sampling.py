@@ -45,6 +45,8 @@ class GetSamplerResponse(Response):
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    model_id: str | None = None
+    """Ours: the run whose unnamed weights are sampled; ``None`` for a saved checkpoint and for the base model."""
 
 
 class SamplingParams(Response):

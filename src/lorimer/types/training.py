@@ -31,7 +31,7 @@ class LoraConfig(Request):
     use_rslora: bool = False
     """Scale the adapter by alpha / sqrt(rank) instead of alpha / rank."""
     use_dora: bool = False
-    """Refused: see `docs/optimizers.md`."""
+    """Train the norm of each row of an adapted weight apart from its direction (DoRA), as PEFT does."""
     init_from: str | None = None
     """A PEFT adapter in the server's ``peft_adapters`` directory, with whose weights the run begins."""
 

@@ -8,6 +8,8 @@ from pydantic import Field
 from lorimer.types.base import Request, Response
 
 TrainingKind = Literal["sft", "full", "rl", "dpo", "distill"]
+RecipeKind = Annotated[str, Field(pattern="^recipe:[a-z0-9_]+$")]
+"""A recipe of ``lorimer recipe list``, as ``recipe:NAME``."""
 TrainingState = Literal["running", "finished", "failed", "stopped", "interrupted"]
 """``stopped`` by its user, ``interrupted`` by the end of the server; both can be resumed, as can ``failed``."""
 DataForm = Literal["sft", "dpo", "rl", "distill"]
@@ -16,20 +18,20 @@ MAX_SHOWN = 50
 
 
 class StartTrainingRequest(Request):
-    kind: TrainingKind
+    kind: TrainingKind | RecipeKind
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of ``lorimer train`` by name, as ``/api/v1/training_kinds`` lists them."""
+    """Settings of ``lorimer train``, or options of the recipe, by name, as ``/api/v1/training_kinds`` lists them."""
     data: str | None = None
     """The rows to train on, as the text of a JSONL file; what the setting ``data`` names on a command line."""
     held_out_data: str | None = None
     """Rows to measure with, likewise."""
     dry_run: bool = False
-    """Count steps and tokens and measure two steps, which are thrown away."""
+    """Count steps and tokens and measure two steps, which are thrown away; not for recipes."""
 
 
 class Training(Response):
     training_id: str
-    kind: TrainingKind
+    kind: str
     base_model: str
     settings: dict[str, Any] = Field(default_factory=dict)
     dry_run: bool = False
@@ -62,7 +64,8 @@ class TrainingKindsResponse(Response):
     reason: str = ""
     """Why no training can be started here."""
     kinds: dict[str, dict[str, Any]]
-    """The JSON schema of the settings of each kind, without those that a server decides itself."""
+    """The JSON schema of the settings of each kind, without those that a server decides itself; recipes are called
+    ``recipe:NAME``. ``x-rows`` says whether ``data`` is ``needed``, ``optional`` or ``none``."""
 
 
 class CheckDataRequest(Request):

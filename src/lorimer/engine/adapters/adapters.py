@@ -11,25 +11,34 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorimer.engine.adapters.lora import LoraTarget, init_adapter, scale_of
+from lorimer.engine.adapters.dora import BaseRows, RowScales, initial_magnitudes
+from lorimer.engine.adapters.lora import LoraTarget, check_dora, init_adapter, scale_of
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.training.optimizers import State, average_weights
 from lorimer.errors import CheckpointError
 
-Pairs = dict[str, tuple[Tensor, Tensor]]
-"""Pairs (A, B), or tensors of the same shapes, by target name."""
+Pairs = dict[str, tuple[Tensor, ...]]
+"""Pairs (A, B), or tensors of the same shapes, by target name; in DoRA the magnitudes of the rows are a third."""
+FACTORS = ("A", "B", "magnitude")
 
 
-def flatten(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+def flatten(pairs: Mapping[str, tuple[Tensor, ...]]) -> list[Tensor]:
     """Return all tensors of ``pairs`` in order, A before B."""
     return [tensor for pair in pairs.values() for tensor in pair]
 
 
-def name_factors(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Return all tensors of ``pairs`` in order, as ``<target>/A`` and ``<target>/B``."""
+def name_factors(pairs: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Return all tensors of ``pairs`` in order, as ``<target>/A``, ``<target>/B`` and ``<target>/magnitude``."""
     return {
-        f"{name}/{factor}": tensor for name, pair in pairs.items() for factor, tensor in zip("AB", pair, strict=True)
+        f"{name}/{factor}": tensor
+        for name, pair in pairs.items()
+        for factor, tensor in zip(FACTORS[: len(pair)], pair, strict=True)
     }
+
+
+def join_factors(tensors: Mapping[str, Tensor], like: Mapping[str, tuple[Tensor, ...]]) -> Pairs:
+    """Undo ``name_factors`` for the targets and factors of ``like``."""
+    return {name: tuple(tensors[f"{name}/{factor}"] for factor in FACTORS[: len(pair)]) for name, pair in like.items()}
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
@@ -49,6 +58,8 @@ class FrozenAdapter:
     weights: Pairs
     rank: int
     scale: float
+    row_scales: RowScales | None = None
+    """In DoRA."""
 
     @property
     def memory_bytes(self) -> int:
@@ -70,6 +81,20 @@ class Adapter:
     """Steps applied; a skipped step does not count."""
     groups: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """What each factor belongs to, by the names of ``name_factors``; a step may multiply its learning rate by group."""
+    base: Mapping[str, BaseRows] = field(default_factory=dict, repr=False)
+    """The rows that the targets of a DoRA run adapt."""
+    _row_scales: RowScales | None = field(default=None, repr=False)
+
+    @property
+    def row_scales(self) -> RowScales | None:
+        """What the rows of a DoRA run are multiplied with; ``None`` for other runs."""
+        if self.config.use_dora is True and self._row_scales is None:
+            self._row_scales = RowScales(self.base, self.weights, self.scale)
+        return self._row_scales
+
+    def weights_changed(self) -> None:
+        """Forget the norms of the weights before; whatever changes weights calls this."""
+        self._row_scales = None
 
     @property
     def rank(self) -> int:
@@ -99,7 +124,7 @@ class Adapter:
 
     def new_gradient(self) -> Pairs:
         """Return zero buffers for the gradient of a batch."""
-        return {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in self.weights.items()}
+        return {name: tuple(map(torch.zeros_like, pair)) for name, pair in self.weights.items()}
 
     def add_gradient(self, grads: Pairs) -> None:
         """Accumulate ``grads``, which cover every target of ``weights``; the first ones are kept, not copied."""
@@ -116,7 +141,7 @@ class Adapter:
     def averaged(self) -> Pairs | None:
         """The weights that samplers get, where the optimiser averages its weights; ``None`` if they are ``weights``."""
         found = average_weights(self.optimizer.type, name_factors(self.weights), self.moments)
-        return None if found is None else {name: (found[f"{name}/A"], found[f"{name}/B"]) for name in self.weights}
+        return None if found is None else join_factors(found, self.weights)
 
     def check_finite(self, verb: str) -> None:
         """Refuse weights or moments that are not finite; the gradient may be, and then its step is skipped."""
@@ -133,12 +158,18 @@ def create_adapter(
     config: LoraConfig,
     optimizer: OptimizerConfig,
     device: torch.device | str = "cpu",
+    base: Mapping[str, BaseRows] | None = None,
 ) -> Adapter:
-    """Create a run. The same seed gives the same weights on every device."""
+    """Create a run. The same seed gives the same weights on every device. DoRA needs the rows of the base."""
     targets = list(targets)
-    weights = {name: (a.to(device), b.to(device)) for name, (a, b) in init_adapter(targets, config).items()}
-    groups = {f"{t.name}/{factor}": frozenset({t.group, f"lora_{factor}"}) for t in targets for factor in "AB"}
-    return Adapter(config, optimizer, weights, groups={name: groups[name] for name in name_factors(weights)})
+    check_dora(targets, config)
+    weights: Pairs = {name: (a.to(device), b.to(device)) for name, (a, b) in init_adapter(targets, config).items()}
+    if config.use_dora is True:
+        assert base is not None, "magnitudes begin as the norms of the base"
+        weights = {name: (*weights[name], m) for name, m in initial_magnitudes(base, weights).items()}
+    groups = {f"{t.name}/{factor}": frozenset({t.group, f"lora_{factor}"}) for t in targets for factor in FACTORS}
+    own = {name: groups[name] for name in name_factors(weights)}
+    return Adapter(config, optimizer, weights, groups=own, base=base or {})
 
 
 def snapshot(adapter: Adapter) -> FrozenAdapter:
@@ -146,8 +177,15 @@ def snapshot(adapter: Adapter) -> FrozenAdapter:
     adapter.check_finite("published")
     weights = adapter.averaged
     if weights is None:
-        weights = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in adapter.weights.items()}
-    return FrozenAdapter(weights, adapter.rank, adapter.scale)
+        weights = {name: tuple(one.detach().clone() for one in pair) for name, pair in adapter.weights.items()}
+    return freeze(weights, adapter.config, adapter.base)
+
+
+def freeze(weights: Pairs, config: LoraConfig, base: Mapping[str, BaseRows]) -> FrozenAdapter:
+    """Return weights as samplers read them."""
+    scale = scale_of(config)
+    row_scales = RowScales(base, weights, scale) if config.use_dora is True else None
+    return FrozenAdapter(weights, config.rank, scale, row_scales)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, name_factors
+from lorimer.engine.adapters.adapters import Adapter, Pairs, are_finite, join_factors, name_factors
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.adapters.peft_format import from_peft, read_lora_config, to_peft
 from lorimer.engine.directories import (
@@ -133,6 +133,7 @@ def load(adapter: Adapter, targets: Sequence[LoraTarget], directory: str, *, opt
     on = adapter.device
     adapter.moments = {kind: {name: one.to(on) for name, one in tensors.items()} for kind, tensors in state.items()}
     adapter.weights, adapter.grads, adapter.step = _to(weights, on), None if grads is None else _to(grads, on), step
+    adapter.weights_changed()
 
 
 def _load_state(directory: str, weights: Pairs, adapter: Adapter) -> tuple[State, int]:
@@ -164,15 +165,15 @@ def _take_pairs(state: State, kind: str, weights: Pairs) -> Pairs | None:
         raise CheckpointError(f"{_STATE} has {kind!r} of other names or shapes than the weights")
     if kind == "weight" and not are_finite(list(found.values())):
         raise CheckpointError(f"{_STATE} holds numbers in {kind!r} that are not finite")
-    return {name: (found[f"{name}/A"], found[f"{name}/B"]) for name in weights}
+    return join_factors(found, weights)
 
 
 def _to(pairs: Pairs, device: torch.device) -> Pairs:
-    return {name: (a.to(device), b.to(device)) for name, (a, b) in pairs.items()}
+    return {name: tuple(one.to(device) for one in pair) for name, pair in pairs.items()}
 
 
 def _check_same_run(saved: LoraConfig, run: LoraConfig) -> None:
-    for field in ("rank", "train_attn", "train_mlp", "train_unembed", "use_rslora"):
+    for field in ("rank", "train_attn", "train_mlp", "train_unembed", "use_rslora", "use_dora"):
         ours, theirs = (getattr(config, field) or False for config in (run, saved))
         if ours != theirs:
             raise CheckpointError(f"the saved adapter has {field}={theirs!r}, the run has {field}={ours!r}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lorimer.engine.messages import LoraConfig
-from lorimer.errors import InvalidInput, ModelRefused
+from lorimer.errors import InvalidInput, ModelRefused, Unsupported
 
 ALPHA = 32
 MAX_RANK = 512
@@ -74,6 +74,16 @@ def shapes(target: LoraTarget, rank: int) -> tuple[Shape, Shape]:
 
 def is_trained(target: LoraTarget, config: LoraConfig) -> bool:
     return {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}[target.group]
+
+
+def check_dora(targets: Iterable[LoraTarget], config: LoraConfig) -> None:
+    """Refuse DoRA for experts: they share a factor, and PEFT, whose definition it is, has none for them."""
+    stacked = next((target for target in targets if target.num_experts and is_trained(target, config)), None)
+    if config.use_dora is True and stacked is not None:
+        raise Unsupported(
+            f"use_dora is not available for the experts {stacked.module!r}: PEFT defines no DoRA for stacked weights;"
+            " train_mlp=False leaves them out"
+        )
 
 
 def init_adapter(targets: Iterable[LoraTarget], config: LoraConfig) -> dict[str, tuple[Tensor, Tensor]]:

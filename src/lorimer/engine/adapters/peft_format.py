@@ -3,7 +3,8 @@
 PEFT has one pair for each stored weight. Parts of a fused weight are stacked into one pair of ``k * rank`` whose B
 is block-diagonal, and ``alpha`` grows with it so that the scale stays. Experts become ``target_parameters``, with
 their shared factor repeated for each expert. Reading undoes both, and also takes a plain pair over a fused weight;
-pairs of different ranks become pairs of the highest by zeros, which get no gradient and so stay zeros.
+pairs of different ranks become pairs of the highest by zeros, which get no gradient and so stay zeros. The magnitudes
+of DoRA belong to rows, so those of the parts stand one after the other.
 The merge tool of Tinker's cookbook reads the same names, save for experts and for a head tied to the embedding, where
 it wants names that PEFT does not know. Files are left to `checkpoints`.
 
@@ -31,6 +32,7 @@ _PREFIX = "base_model.model."
 _PATTERN = re.compile(r"[\w\\.^$-]*(\*[\w\\.^$-]*){0,2}")
 """Accepted keys of ``rank_pattern``: an arbitrary expression from a stranger could take exponential time."""
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+_DORA_KEY = re.compile(r"base_model\.model\.(.+)\.lora_(?:[AB]\.weight|magnitude_vector)")
 
 _FUSED = {"qkv_proj": 3, "gate_up_proj": 2}
 """Parts of fused weights."""
@@ -41,7 +43,8 @@ _HARMLESS = frozenset(
     """
     alpha_pattern auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
     init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version
-    qalora_group_size r rank_pattern revision runtime_config target_modules target_parameters task_type use_rslora
+    qalora_group_size r rank_pattern revision runtime_config target_modules target_parameters task_type use_dora
+    use_rslora
     """.split()
 )
 """Fields that are read here, or that say nothing about what the tensors mean."""
@@ -85,7 +88,7 @@ def _weights(targets: Iterable[LoraTarget], config: LoraConfig) -> list[_Weight]
 
 
 def to_peft(
-    pairs: Mapping[str, tuple[Tensor, Tensor]], targets: Iterable[LoraTarget], config: LoraConfig, base_model: str
+    pairs: Mapping[str, tuple[Tensor, ...]], targets: Iterable[LoraTarget], config: LoraConfig, base_model: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of ``adapter_model.safetensors`` and the content of ``adapter_config.json``."""
     targets = list(targets)
@@ -95,6 +98,9 @@ def to_peft(
         a, b = _fuse(weight, pairs, config.rank)
         tensors[f"{_PREFIX}{weight.key}.lora_A.weight"] = a
         tensors[f"{_PREFIX}{weight.key}.lora_B.weight"] = b
+        if config.use_dora is True:
+            magnitudes = [pairs[part.name][2] for part in weight.parts]
+            tensors[f"{_PREFIX}{weight.key}.lora_magnitude_vector"] = torch.cat(magnitudes)
     modules, parameters = _target_names(weights, targets, config)
     factors, is_rslora = _factors(weights), config.use_rslora is True
     return tensors, {
@@ -109,7 +115,7 @@ def to_peft(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "use_rslora": is_rslora,
-        "use_dora": False,
+        "use_dora": config.use_dora is True,
         "modules_to_save": None,
         "target_modules": modules,
         "target_parameters": parameters or None,
@@ -120,8 +126,8 @@ def to_peft(
     }
 
 
-def _fuse(weight: _Weight, pairs: Mapping[str, tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tensor]:
-    a, b = pairs[weight.parts[0].name]
+def _fuse(weight: _Weight, pairs: Mapping[str, tuple[Tensor, ...]], rank: int) -> tuple[Tensor, Tensor]:
+    a, b, *_ = pairs[weight.parts[0].name]
     if len(weight.parts) > 1 or weight.num_experts:
         lead = (weight.num_experts or 1,)
         stacked = [pairs[part.name][0].expand(*lead, -1, -1) for part in weight.parts]
@@ -171,7 +177,7 @@ def _last(path: str, words: int = 1) -> str:
 def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraConfig:
     """Read rank, scaling and trained groups of a PEFT adapter from the names of its tensors and its configuration."""
     _check_settings(settings)
-    paths = _paths(names)
+    paths = _paths(names, settings)
     groups = {group_of(path) or "unembed" for path in paths}
     return LoraConfig(
         rank=_highest_rank(paths, settings),
@@ -179,6 +185,7 @@ def read_lora_config(names: Iterable[str], settings: Mapping[str, Any]) -> LoraC
         train_mlp="mlp" in groups,
         train_unembed="unembed" in groups,
         use_rslora=True if settings.get("use_rslora") else msgspec.UNSET,
+        use_dora=True if settings.get("use_dora") else msgspec.UNSET,
     )
 
 
@@ -201,8 +208,13 @@ def from_peft(
 ) -> Pairs:
     """Convert to float32 pairs of the trained targets; refuse what cannot be expressed exactly as such pairs."""
     _check_settings(settings)
+    if bool(settings.get("use_dora")) != (config.use_dora is True):
+        raise CheckpointError(
+            f"the saved adapter has use_dora={bool(settings.get('use_dora'))}, the run has"
+            f" use_dora={config.use_dora is True}"
+        )
     weights = _weights(targets, config)
-    saved, wanted = _paths(tensors), {weight.key for weight in weights}
+    saved, wanted = _paths(tensors, settings), {weight.key for weight in weights}
     if (rank := _highest_rank(saved, settings)) != config.rank:
         raise CheckpointError(f"the saved adapter has rank {rank}, the run has rank {config.rank}")
     if saved != wanted:
@@ -219,7 +231,23 @@ def from_peft(
             raise CheckpointError(f"the saved factors of {weight.path!r} hold numbers that are not finite")
         for index, part in enumerate(weight.parts):
             pairs[part.name] = _part(weight, part, index, a, b, config.rank)
+        if config.use_dora is True:
+            magnitudes = _magnitudes(tensors, weight)
+            for part in weight.parts:
+                pairs[part.name] += (magnitudes[part.rows].clone(),)
     return pairs
+
+
+def _magnitudes(tensors: Mapping[str, Tensor], weight: _Weight) -> Tensor:
+    found = _tensor(tensors, f"{_PREFIX}{weight.key}.lora_magnitude_vector")
+    if found.shape != (weight.out_features,):
+        raise CheckpointError(
+            f"the saved magnitudes of {weight.path!r} have the shape {tuple(found.shape)},"
+            f" the run's weight has {weight.out_features} rows"
+        )
+    if not torch.isfinite(found).all():
+        raise CheckpointError(f"the saved magnitudes of {weight.path!r} hold numbers that are not finite")
+    return found
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -237,10 +265,10 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the saved adapter uses {name}={value!r}, which Lorimer does not have")
 
 
-def _paths(names: Iterable[str]) -> set[str]:
-    paths = set()
+def _paths(names: Iterable[str], settings: Mapping[str, Any]) -> set[str]:
+    paths, key = set(), _DORA_KEY if settings.get("use_dora") else _KEY
     for name in names:
-        if (match := _KEY.fullmatch(name)) is None:
+        if (match := key.fullmatch(name)) is None:
             raise CheckpointError(f"the saved adapter holds {name!r}, which is not a LoRA factor of a linear weight")
         paths.add(match[1])
     return paths

@@ -36,6 +36,7 @@ from lorimer.engine.directories import (
 from lorimer.engine.full.full_run import FullRun, Tensors, bytes_of
 from lorimer.engine.messages import FullConfig, OptimizerConfig
 from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.model.masters import MASTER_DTYPE
 from lorimer.engine.sharding import local_part
 from lorimer.engine.training.optim import check_finite, check_state
 from lorimer.engine.training.optimizers import State
@@ -72,7 +73,7 @@ def save(run: FullRun, directory: str, *, weights_only: bool) -> int:
     with first_writes(run, directory) as temporary:
         averaged = run.averaged
         if run.shards.is_alone:
-            with run.model.with_weights(averaged or {}):
+            with run.model.with_weights(run.model.masters.tensors() | (averaged or {})):
                 _write_model(run.model, temporary, None)
         else:
             _write_shared_model(run, temporary, averaged or {})
@@ -183,6 +184,7 @@ def load(run: FullRun, directory: str, *, optimizer: bool) -> None:
         weights, state, grads, step = _read(run, Path(directory), manifest, frozen_sha256, optimizer)
     for name, weight in run.weights.items():
         weight.copy_(weights[name])
+    run.model.masters.refresh()
     run.moments, run.grads, run.step = state, grads, step
 
 
@@ -214,17 +216,18 @@ def _read(
 
 
 def load_published(model: BaseModel, directory: str) -> Tensors:
-    """Return all weights of a saved run, on the model's device."""
+    """Return all weights of a saved run, on the model's device and in the dtype of its passes."""
     if _verified(Path(directory)).frozen_sha256 is not msgspec.UNSET:
         raise CheckpointError(f"{str(directory)!r} is a snapshot, which has no weights for sampling")
-    return {name: tensor.to(model.device.handle) for name, tensor in load_weights(model, Path(directory)).items()}
+    weights = load_weights(model, Path(directory), model.device.dtype)
+    return {name: tensor.to(model.device.handle) for name, tensor in weights.items()}
 
 
-def load_weights(model: BaseModel, directory: Path) -> Tensors:
+def load_weights(model: BaseModel, directory: Path, dtype: torch.dtype = MASTER_DTYPE) -> Tensors:
     """Return the weights in a Hugging Face directory by the names of the model's parameters; refuse others."""
     opens: Any = type(model.transformer)
     loaded, report = opens.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+        directory, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
     found = {name: parameter.detach() for name, parameter in loaded.named_parameters()}
     wanted = {name: parameter.shape for name, parameter in model.transformer.named_parameters()}
@@ -239,8 +242,9 @@ def load_weights(model: BaseModel, directory: Path) -> Tensors:
 
 def replace_weights(model: BaseModel, weights: Tensors) -> None:
     """Copy other weights into the model, whose parameters stay the same objects."""
-    for name, parameter in model.transformer.named_parameters():
-        local_part(parameter).copy_(weights[name][model.shards.rows(len(weights[name]))])
+    for name, master in model.masters.tensors().items():
+        master.copy_(weights[name][model.shards.rows(len(weights[name]))])
+    model.masters.refresh()
 
 
 def _verified(directory: Path, is_read: bool = True) -> RunManifest:

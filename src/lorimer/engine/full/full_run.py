@@ -1,7 +1,8 @@
 """The state of one full run, and the copies of its weights that samplers read.
 
-A `FullRun` trains parameters of the model itself, float32, in place. ``model/`` adds their gradients to the buffers of
-a batch, ``training/optim.py`` updates them and ``full/checkpoints.py`` stores them.
+A `FullRun` trains the weights of the model itself, float32, in place; passes may compute with narrower copies of them
+(``model/masters.py``). ``model/`` adds their gradients to the buffers of a batch, ``training/optim.py`` updates them
+and ``full/checkpoints.py`` stores them.
 """
 
 import hashlib
@@ -17,10 +18,10 @@ from lorimer.engine.adapters.adapters import are_finite
 from lorimer.engine.full.trained_parameters import choose_parameters, find_groups
 from lorimer.engine.messages import FullConfig, OptimizerConfig, StepField
 from lorimer.engine.model.base_model import BaseModel
-from lorimer.engine.sharding import Shards, local_part
+from lorimer.engine.sharding import Shards
 from lorimer.engine.training.division import Division
 from lorimer.engine.training.optim import take_step
-from lorimer.engine.training.optimizers import average_weights
+from lorimer.engine.training.optimizers import OPTIMIZERS, average_weights
 from lorimer.errors import CheckpointError
 
 Tensors = dict[str, Tensor]
@@ -35,7 +36,7 @@ class FullRun:
     config: FullConfig
     optimizer: OptimizerConfig
     weights: Tensors
-    """The trained parameters, or of several ranks this one's parts of them; they share their memory with the model."""
+    """The trained masters, or of several ranks this one's parts of them; after a change the model is refreshed."""
     groups: Mapping[str, frozenset[str]]
     """The group of each trained parameter; a step may multiply its learning rate by group."""
     grads: Tensors | None = None
@@ -63,8 +64,7 @@ class FullRun:
     @property
     def frozen(self) -> Tensors:
         """The parameters that are not trained, or of several ranks this one's parts of them."""
-        parameters = self.model.transformer.named_parameters()
-        return {name: local_part(parameter) for name, parameter in parameters if name not in self.weights}
+        return {name: master for name, master in self.model.masters.tensors().items() if name not in self.weights}
 
     @cached_property
     def frozen_sha256(self) -> str:
@@ -108,6 +108,11 @@ class FullRun:
         self.grads = None
 
     @property
+    def has_average(self) -> bool:
+        """Whether the optimiser averages its weights."""
+        return OPTIMIZERS[self.optimizer.type].average is not None
+
+    @property
     def averaged(self) -> Tensors | None:
         """The weights that samplers get, where the optimiser averages its weights; ``None`` if they are ``weights``."""
         return average_weights(self.optimizer.type, self.weights, self.moments)
@@ -147,24 +152,38 @@ def create_full_run(model: BaseModel, config: FullConfig, optimizer: OptimizerCo
     """Create a run that begins with the weights that the model has now."""
     groups = find_groups(model.transformer)
     chosen = choose_parameters(model.transformer, config)
-    weights = {name: local_part(parameter) for name, parameter in chosen.items()}
+    masters = model.masters.tensors()
+    weights = {name: masters[name] for name in chosen}
     return FullRun(model, config, optimizer, weights, {name: frozenset({groups[name]}) for name in weights})
 
 
 def apply_step(run: FullRun, params: Mapping[str, StepField]) -> dict[str, float]:
     """Take one step with the accumulated gradient, and clear that; return the metrics of the step."""
-    outcome = take_step(run.optimizer, run.weights, run.grads, run.moments, run.step, params, run.groups, run.division)
+    outcome = take_step(
+        run.optimizer,
+        run.weights,
+        run.grads,
+        run.moments,
+        run.step,
+        params,
+        run.groups,
+        run.division,
+        run.model.device.product_dtype,
+    )
+    run.model.masters.refresh()
     run.clear_gradient()
     run.step += outcome.is_applied
     return outcome.metrics
 
 
 def publish(run: FullRun) -> PublishedWeights:
-    """Copy the current weights, or their average; refuse numbers that are not finite."""
+    """Copy what passes compute with now, or the average of the weights; refuse numbers that are not finite."""
     run.check_finite("published")
     weights = {name: parameter.detach() for name, parameter in run.model.transformer.named_parameters()}
     averaged = run.averaged or {}
-    return PublishedWeights({name: averaged[name] if name in averaged else w.clone() for name, w in weights.items()})
+    return PublishedWeights(
+        {name: averaged.pop(name).to(w.dtype) if name in averaged else w.clone() for name, w in weights.items()}
+    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

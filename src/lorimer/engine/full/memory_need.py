@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.device import Device, free_bytes, label
-from lorimer.engine.reservations import STATE_BYTES, WEIGHT_BYTES, Reservation, reserve
+from lorimer.engine.reservations import COPY_BYTES, STATE_BYTES, WEIGHT_BYTES, Reservation, reserve
 
 
 def count_parameters(directory: Path, num_ranks: int = 1) -> int:
@@ -40,18 +40,27 @@ def reserve_memory(
         reservation = reserve(label(first.handle), loading=number * first.dtype.itemsize)
         return reservation, reservation
     part, is_same = count_parameters(directory, num_ranks), label(first.handle) == label(device)
+    # Ranks have the copies only until they have divided the weights.
+    loaded = number * (WEIGHT_BYTES + COPY_BYTES[str(first.dtype).removeprefix("torch.")])
     whose = "" if num_ranks == 1 else f"; each of {num_ranks} ranks"
     reservation = reserve(
         label(device),
-        loading=WEIGHT_BYTES * (number if is_same else part),
+        loading=loaded if is_same else WEIGHT_BYTES * part,
         outstanding=STATE_BYTES * part,
         what=f"full fine-tuning of {name!r} (weights, gradient, optimiser{whose})",
         free=lambda: free_bytes(device),
     )
-    return reservation, reservation if is_same else reserve(label(first.handle), loading=WEIGHT_BYTES * number)
+    return reservation, reservation if is_same else reserve(label(first.handle), loading=loaded)
 
 
-def room_for_copy(what: str, reservation: Reservation, model: BaseModel) -> AbstractContextManager[None]:
-    """Reserve the memory of another copy of the weights while the block makes it; raise `TooLarge` if there is none."""
-    device = model.device.handle
-    return reservation.taking(what, WEIGHT_BYTES * model.num_parameters, lambda: free_bytes(device))
+def room_for_copy(
+    what: str, reservation: Reservation, model: BaseModel, is_averaged: bool = False
+) -> AbstractContextManager[None]:
+    """Reserve the memory of another copy of what passes compute with, while the block makes it.
+
+    An average of the weights is float32, and rounded then. Raise `TooLarge` if there is not so much memory.
+    """
+    device, itemsize = model.device.handle, model.device.dtype.itemsize
+    if is_averaged and itemsize < WEIGHT_BYTES:
+        itemsize += WEIGHT_BYTES
+    return reservation.taking(what, itemsize * model.num_parameters, lambda: free_bytes(device))

@@ -9,7 +9,6 @@ in ``training/``, token choice is in ``sampling/``.
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lorimer.engine.adapters.dora import BaseRows
 from lorimer.engine.adapters.lora import LoraTarget, find_targets
 from lorimer.engine.config import Quantize
 from lorimer.engine.model.attention import group_sequences, packed_attention
@@ -30,6 +30,8 @@ from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
 from lorimer.engine.model.gradients import SharedGradients, refuse_outside
 from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
+from lorimer.engine.model.logit_map import LogitMap, find_logit_map
+from lorimer.engine.model.masters import MASTER_DTYPE, MasterWeights
 from lorimer.engine.model.mlp import replace_gated_mlps
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 from lorimer.engine.model.quantization import QuantizedWeight
@@ -46,29 +48,6 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _TOLERANCE = {torch.float32: (2e-3, 2e-3), torch.bfloat16: (0.75, 0.12)}
 """Maximum and mean difference of log probabilities from the model's own forward, which rounds as well: in bfloat16 that
 of ``lorimer/tiny`` differs from its float32 by up to 0.28, by 0.05 in the mean, and ours by 0.16 and 0.03."""
-
-
-@dataclass(frozen=True)
-class LogitMap:
-    """The transformation of logits after the head: a factor, then a soft cap."""
-
-    factor: float = 1.0
-    softcap: float | None = None
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        if self.factor != 1.0:
-            logits.mul_(self.factor)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
-    def backpropagate_(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of the mapped ``logits`` into that of the raw ones."""
-        if self.softcap is not None:
-            d_logits.mul_(1 - (logits / self.softcap).square_())
-        if self.factor != 1.0:
-            d_logits.mul_(self.factor)
-        return d_logits
 
 
 class BaseModel:
@@ -88,8 +67,8 @@ class BaseModel:
         """``vision`` reads images; a string is the reason why this model cannot.
 
         Without ``has_copies`` no weight is stored a second time in a faster layout, so that ``shard`` can free it.
-        With ``trains_base`` the weights are those of a full run: nothing keeps a copy of them. Nor of a base with
-        ``quantization``, which is meant to be small.
+        With ``trains_base`` the weights are those of a full run, float32: nothing but ``masters`` keeps a copy of them.
+        Nor of a base with ``quantization``, which is meant to be small.
         """
         has_copies = has_copies and not trains_base and quantization is None
         self.quantize: Quantize = "none" if quantization is None else quantization.kind
@@ -106,6 +85,7 @@ class BaseModel:
         self.architecture = type(model).__name__
         refuse_unpackable(self.config)
         model.requires_grad_(False).eval().to(device.handle)
+        self.masters = MasterWeights(model, device.dtype if trains_base else None)
         self.targets: list[LoraTarget] = find_targets(model) if quantization is None else quantization.targets
         self.slot = PassSlot(trains_base)
         self.transformer = model
@@ -167,6 +147,15 @@ class BaseModel:
         self.decoder = model.get_decoder()
         if self.slot.trains_base:
             self._find_native(replace_embedding(self._embedding))
+        self.rows = self._find_rows()
+
+    def _find_rows(self) -> dict[str, BaseRows]:
+        """Return the rows of every target but experts, for DoRA; their norms are computed when they are needed."""
+        owners: dict[str, FrozenMatrix] = {self.head_target.name: self.head}
+        for layer in self.decoder.modules():
+            if isinstance(layer, FrozenLinear):
+                owners |= {target.name: layer.matrix for target in layer.targets}
+        return {t.name: BaseRows.of(owners[t.name], t) for t in self.targets if t.name in owners}
 
     # ── weights that a full run trains ────────────────────────────────────────────────────────────────
 
@@ -251,16 +240,22 @@ class BaseModel:
             before = self._probe_logits(probe)
             for module in self.decoder.modules():
                 _move_plain_tensors(module, device.handle)
+            if not self.slot.trains_base:
+                for rows in self.rows.values():
+                    rows.keep_squares(device.handle)  # of whole weights, which later there are only within a pass
             head = self._output
             if head.weight is self._embedding.weight:
                 # One parameter of two modules: the embedding keeps it; the head's own forward is never called.
                 head._parameters["weight"] = None
-                self.head = FrozenMatrix.of(self._embedding, 0).with_bias_of(head)
+                self.head = self.rows[self.head_target.name].weight = FrozenMatrix.of(self._embedding, 0).with_bias_of(
+                    head
+                )
                 head = None
             others = [self._embedding] if head is None else [self._embedding, head]
             if self.slot.trains_base:
                 refuse_outside(self.transformer, [self.decoder, *others])
-            shards.shard(self.decoder, self._layers, others)
+                self.masters.drop_copies()
+            shards.shard(self.decoder, self._layers, others, device.dtype if self.slot.trains_base else None)
             self.shards, self.device = shards, device
             if self.slot.trains_base:
                 self._gradients = SharedGradients(self.transformer, self.decoder, self._layers, others, shards)
@@ -281,14 +276,20 @@ class BaseModel:
         layers = [sum(p.nbytes for p in layer.parameters()) for layer in self._layers]
         ends = max(self._embedding.weight.nbytes, self._output.weight.nbytes)
         total = sum(p.nbytes for p in {*self.decoder.parameters(), *self._output.parameters()})
-        # A layer is gathered while the one before it is computed. Gradients of a full run are whole meanwhile, those of
-        # a layer twice while they are summed.
-        gradients = 2 * max(*layers, ends) + ends if self.slot.trains_base else 0
-        return total // size + max(2 * max(layers), ends) + gradients
+        gathered, gradients = max(2 * max(layers), ends), 0
+        if self.slot.trains_base:
+            # What is kept, and gradients, are float32 whatever is gathered.
+            ratio = MASTER_DTYPE.itemsize // self.device.dtype.itemsize
+            # A layer is gathered while the one before it is computed. Its gradient is whole meanwhile, and exists twice
+            # while it is summed.
+            total, gradients = ratio * total, ratio * (2 * max(*layers, ends) + ends)
+        return total // size + gathered + gradients
 
     @property
     def local_bytes(self) -> int:
-        """Size of the parameters that this process keeps between passes."""
+        """Size of the parameters that this process keeps between passes, besides copies."""
+        if self.slot.trains_base:
+            return sum(tensor.nbytes for tensor in self.masters.tensors().values())
         return self.shards.local_bytes([self.decoder, self._output])
 
     def _probe_logits(self, probe: Tensor) -> Tensor:
@@ -365,7 +366,7 @@ class BaseModel:
         hidden = self.hidden(torch.cat(probe).to(on), positions.to(on), Pass([], groups=groups))
         cached = self.head.multiply(self._hidden_by_cache(probe[0].to(on))).float()
         raw = self.head.multiply(hidden).float()
-        self.logit_map = _find_logit_map(raw, reference, self.config)
+        self.logit_map = find_logit_map(raw, reference, self.config)
         pairs = ((raw, reference), (cached, reference[lengths[0] - 1 : lengths[0]]))
         differences = [
             (self.logit_map.apply_(ours).log_softmax(-1) - theirs.log_softmax(-1)).abs() for ours, theirs in pairs
@@ -448,7 +449,11 @@ def load_model(
     kind, quantization = model_class(config, name), None
     if quantize == "none":
         model = kind.from_pretrained(
-            directory, dtype=device.dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+            directory,
+            dtype=MASTER_DTYPE if trains_base else device.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",
         )
     else:
         model, quantization = load_quantized(quantize, kind, config, directory, device.dtype, name)
@@ -502,17 +507,6 @@ def _reference_logits(model: PreTrainedModel, probe: list[Tensor], device: torch
     _use_implementation(model, "eager")
     outputs = [model(input_ids=p[None].to(device), use_cache=False).logits[0].float() for p in probe]
     return torch.cat(outputs)
-
-
-def _find_logit_map(raw: Tensor, reference: Tensor, config: Any) -> LogitMap:
-    softcap = getattr(config, "final_logit_softcapping", None)
-    if softcap:
-        return LogitMap(softcap=float(softcap))
-    # A constant factor (Granite, Cohere) shows as the same ratio everywhere; least squares finds it. Apple's GPUs have
-    # no float64.
-    ours, theirs = raw.cpu().double(), reference.cpu().double()
-    factor = ((ours * theirs).sum() / ours.square().sum()).item()
-    return LogitMap() if abs(factor - 1) < 0.01 else LogitMap(factor=factor)
 
 
 def longest_context(config: Any) -> int:

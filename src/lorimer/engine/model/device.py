@@ -34,6 +34,11 @@ class Device:
     def type(self) -> str:
         return self.handle.type
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What to multiply bfloat16 numbers in: float32 on a CPU that computes in float32, as without units it does."""
+        return self.dtype if self.type == "cpu" else torch.bfloat16
+
     def with_float64(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on a device that has float64: a copy on the CPU for MPS, which has none."""
         return tensor.cpu() if self.type == "mps" else tensor

@@ -17,8 +17,10 @@ def replace_embedding(embedding: nn.Module) -> bool:
 
     In either case its output has a gradient, so that autograd records the first layer.
     """
-    scale = getattr(embedding, "embed_scale", 1.0)
-    probe = torch.arange(3, device=next(embedding.parameters()).device)
+    first = next(embedding.parameters())
+    scale, probe = getattr(embedding, "embed_scale", 1.0), torch.arange(3, device=first.device)
+    if isinstance(scale, Tensor):
+        scale = scale.to(first.dtype)
     with torch.no_grad():
         is_same = isinstance(embedding, nn.Embedding) and torch.equal(
             embedding(probe), F.embedding(probe, embedding.weight) * scale
@@ -55,5 +57,5 @@ class _Rows(torch.autograd.Function):
                 is_token = tokens != ctx.padding_idx
                 tokens, d_rows = tokens[is_token], d_rows[is_token]
             # Unlike index_add_, this adds in a fixed order on CUDA too, so that a replay gives the same bits.
-            buffer.index_put_((tokens,), d_rows, accumulate=True)
+            buffer.index_put_((tokens,), d_rows.to(buffer.dtype), accumulate=True)
         return None, None, None

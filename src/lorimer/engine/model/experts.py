@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model.device import download
+from lorimer.engine.model.masters import add_product, add_sum
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import quantized_weights
 from lorimer.engine.training.batch import AdapterSlice
@@ -157,11 +158,11 @@ def _add_gradients(module: Any, name: str, x: Tensor, d_y: Tensor, runs: list[_R
     for run in runs:
         rows = d_y[run.start : run.stop]
         if d_weight is not None and module.is_transposed:
-            d_weight[run.expert].addmm_(x[run.start : run.stop].t(), rows)
+            add_product(d_weight[run.expert], x[run.start : run.stop], rows)
         elif d_weight is not None:
-            d_weight[run.expert].addmm_(rows.t(), x[run.start : run.stop])
+            add_product(d_weight[run.expert], rows, x[run.start : run.stop])
         if d_bias is not None:
-            d_bias[run.expert] += rows.sum(0)
+            add_sum(d_bias[run.expert], rows)
 
 
 def balance_metrics(counts: list[Tensor]) -> dict[str, float]:

@@ -102,12 +102,14 @@ class UnitGradient:
         if self._parts and torch.is_grad_enabled():
             places = ((self._places[name], part) for name, part in self._parts.items())
             self._gathered = [(getattr(module, leaf), part) for (module, leaf), part in places]
+            for whole, part in self._gathered:
+                whole.grad_dtype = part.dtype
 
     def begin(self) -> None:
         """Give the weights buffers, unless they have some."""
         for whole, _ in self._gathered:
             if whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
     def finish(self) -> None:
         """Sum the buffers over the ranks and free them; all ranks do so together."""

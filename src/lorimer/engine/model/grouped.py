@@ -45,12 +45,13 @@ class GroupedSlices(list[AdapterSlice]):
         (self.ends_G,) = upload([np.array(ends, np.int32)], device)
 
     def pairs(self, target: LoraTarget) -> list[tuple[int, AdapterSlice, Tensor, Tensor]]:
-        """Return the groups that have a pair for the target: number, slice, A and B."""
-        return [
-            (number, part, *part.weights[target.name])
-            for number, part in enumerate(self.owners)
-            if part is not None and target.name in part.weights
-        ]
+        """Return the groups that have a pair for the target: number, slice, A and B; DoRA runs stand alone."""
+        found = []
+        for number, part in enumerate(self.owners):
+            if part is not None and part.row_scales is None and target.name in part.weights:
+                a, b = part.weights[target.name]
+                found.append((number, part, a, b))
+        return found
 
     def stacks(self, target: LoraTarget, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return A ``(G, R, I)`` and B ``(G, O, R)`` times its scale, zero where a group has none; ``None`` for all."""
@@ -141,7 +142,7 @@ def probe_slices(target: LoraTarget, num_rows: int, device: torch.device) -> lis
             torch.randn(rank, target.in_features, generator=generator).to(device),
             torch.randn(target.out_features, rank, generator=generator).to(device),
         )
-        grads = {target.name: (torch.zeros_like(pair[0]), torch.zeros_like(pair[1]))}
+        grads: Pairs = {target.name: (torch.zeros_like(pair[0]), torch.zeros_like(pair[1]))}
         start, stop = (i * num_rows // len(_PROBE_RANKS), (i + 1) * num_rows // len(_PROBE_RANKS))
         slices.append(AdapterSlice(start, stop, {target.name: pair}, 1 / rank, grads))
     return slices

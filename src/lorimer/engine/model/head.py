@@ -9,14 +9,14 @@ Legend: N rows, H hidden size, V vocabulary, P targets of all rows.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lorimer.engine.model.base_model import BaseModel
-from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters
+from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters, unscale_gradient
 from lorimer.engine.training.batch import AdapterSlice
 
 CHUNK_BYTES = 64 << 20
@@ -75,6 +75,7 @@ class Head:
             logprobs_P[mine] = all_logprobs_NV[row, ids]
             d_logits_NV = _softmax_gradient(all_logprobs_NV, row, ids, gradient(mine, logprobs_P[mine]))
             d_raw_NV = self._map.backpropagate_(d_logits_NV, logits_NV).to(x.dtype)
+            d_raw_NV = unscale_gradient(d_raw_NV, products, is_owned=True)
             with torch.no_grad():
                 d_x_NH[rows] = self._matrix.multiply_transposed(d_raw_NV)
             backpropagate(x, d_raw_NV, products, d_x_NH[rows])
@@ -97,7 +98,7 @@ def _whole(adapter: AdapterSlice | None, rows: slice) -> list[AdapterSlice]:
     """Return one slice that gives all rows of a chunk to the adapter."""
     if adapter is None:
         return []
-    return [AdapterSlice(0, rows.stop - rows.start, adapter.weights, adapter.scale, adapter.grads)]
+    return [replace(adapter, start=0, stop=rows.stop - rows.start)]
 
 
 def _softmax_gradient(logprobs_NV: Tensor, row: Tensor, ids: Tensor, d_logprobs: Tensor) -> Tensor:

@@ -2,22 +2,24 @@
 
 The base weight never gets a gradient. Each adapter of the pass owns a slice of the token axis; its products are
 plain matrix products on that slice, and its gradients are added, in float32, straight to the buffers the pass
-brings along, so autograd only carries the activations. Experts are in ``experts.py``, the output head in ``head.py``,
-weights in 8 or 4 bits in ``quantization.py``.
+brings along, so autograd only carries the activations. In DoRA the rows are scaled afterwards (``adapters/dora.py``).
+Experts are in ``experts.py``, the output head in ``head.py``, weights in 8 or 4 bits in ``quantization.py``.
 """
 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorimer.engine.adapters.dora import RowScale
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
 from lorimer.engine.model.grouped import GroupedSlices
+from lorimer.engine.model.masters import add_product, add_sum
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import quantized_weights
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
@@ -81,12 +83,16 @@ class FrozenMatrix:
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
         return d_y @ self.weight
 
+    def dense_rows(self, rows: slice | Tensor) -> Tensor:
+        """Return rows of the weight that products compute with."""
+        return self.weight[rows]
+
     def add_gradient(self, x: Tensor, d_y: Tensor) -> None:
         """Add the gradients of weight and bias to their buffers; only a full run has these."""
         if self.weight.grad is not None:
-            self.weight.grad.addmm_(d_y.t(), x)
+            add_product(self.weight.grad, d_y, x)
         if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad += d_y.sum(0)
+            add_sum(self.bias.grad, d_y)
 
 
 class QuantizedMatrix(FrozenMatrix):
@@ -104,6 +110,9 @@ class QuantizedMatrix(FrozenMatrix):
 
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
         return self._quantized.multiply_transposed(d_y)
+
+    def dense_rows(self, rows: slice | Tensor) -> Tensor:
+        return self._quantized.rows(rows)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -224,7 +233,18 @@ def join_siblings(model: nn.Module, max_rows: int) -> None:
                     layer.matrix.unpack()
 
 
-Products = list[tuple[AdapterSlice | GroupedSlices, LoraTarget, Tensor]]
+class Product(NamedTuple):
+    """What the backward pass of a low-rank product needs."""
+
+    part: AdapterSlice | GroupedSlices
+    target: LoraTarget
+    inner: Tensor
+    """``A @ x``."""
+    unscaled: Tensor | None = None
+    """In DoRA what the layer computed for these rows, without the bias, before they were scaled."""
+
+
+Products = list[Product]
 
 
 def multiply_with_adapters(
@@ -234,38 +254,81 @@ def multiply_with_adapters(
     if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
         return multiply_packed(x, merged, matrix.bias), []
     y = matrix.multiply(x)
-    return y, add_products(x, y, targets, slices)
+    return y, add_products(x, y, targets, slices, matrix.bias)
 
 
-def add_products(x: Tensor, y: Tensor, targets: list[LoraTarget], slices: list[AdapterSlice]) -> Products:
-    """Add the low-rank products of the slices to ``y``; return the inner products."""
+def add_products(
+    x: Tensor, y: Tensor, targets: list[LoraTarget], slices: list[AdapterSlice], bias: Tensor | None = None
+) -> Products:
+    """Add the low-rank products of the slices to ``y``, which has the bias in it; return the inner products."""
     products: Products = []
     for target in targets:
-        if isinstance(slices, GroupedSlices) and grouped.accepts(target):
+        is_grouped = isinstance(slices, GroupedSlices) and grouped.accepts(target)
+        if isinstance(slices, GroupedSlices) and is_grouped:
             found = grouped.multiply(x, y, target, slices)
-            products += [] if found is None else [(slices, target, found)]
-            continue
+            products += [] if found is None else [Product(slices, target, found)]
         for part in slices:
             pair = part.weights.get(target.name)
-            if pair is not None:
-                a, b = (factor.to(x.dtype) for factor in pair)
-                inner = x[part.start : part.stop] @ a.t()
-                y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
-                products.append((part, target, inner))
+            if pair is None or (is_grouped and part.row_scales is None):
+                continue
+            a, b = (factor.to(x.dtype) for factor in pair[:2])
+            inner = x[part.start : part.stop] @ a.t()
+            rows = y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
+            unscaled = None
+            if part.row_scales is not None:
+                own_bias = None if bias is None else bias[target.rows]
+                unscaled = _scale_rows_(rows, own_bias, part.row_scales.of(target.name), part.grads is not None)
+            products.append(Product(part, target, inner, unscaled))
     return products
+
+
+def _scale_rows_(rows: Tensor, bias: Tensor | None, scale: RowScale, is_trained: bool) -> Tensor | None:
+    """Scale an output in place, but not the bias in it; return what it was without the bias, if that is trained."""
+    unscaled = None
+    if is_trained:
+        unscaled = rows.clone() if bias is None else rows - bias
+    rows.mul_(scale.factors_O)
+    if bias is not None:
+        # Not the difference times the factor plus the bias, which would round even where the factor is one.
+        rows.add_(bias * (1 - scale.factors_O))
+    return unscaled
+
+
+def unscale_gradient(d_y: Tensor, products: Products, is_owned: bool = False) -> Tensor:
+    """Return the gradient of a layer's output before DoRA scaled it; add those of magnitudes to their buffers.
+
+    ``d_y`` is changed only with ``is_owned``, and returned itself where nothing was scaled. What the products keep
+    unscaled is used up.
+    """
+    for part, target, _, unscaled in products:
+        if isinstance(part, GroupedSlices) or part.row_scales is None:
+            continue
+        scale, rows = part.row_scales.of(target.name), d_y[part.start : part.stop, target.rows]
+        if part.grads is not None:
+            assert unscaled is not None
+            _, _, d_magnitudes = part.grads[target.name]
+            d_magnitudes.addcmul_(unscaled.float().mul_(rows).sum(0), scale.inverses_O)
+        if is_owned:
+            rows.mul_(scale.factors_O)
+        elif rows.shape == d_y.shape:
+            d_y, is_owned = (d_y * scale.factors_O).to(d_y.dtype), True
+        else:
+            d_y, is_owned = d_y.clone(), True
+            d_y[part.start : part.stop, target.rows].mul_(scale.factors_O)
+    return d_y
 
 
 def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None) -> None:
     """Add the adapters' part to ``d_x`` and their own gradients to the buffers of their slices."""
-    for part, target, inner in products:
+    for part, target, inner, _ in products:
         if isinstance(part, GroupedSlices):
             grouped.backpropagate(x, d_y, inner, target, part, d_x)
             continue
-        a, b = part.weights[target.name]
+        a, b, *_ = part.weights[target.name]
         x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
         d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
         if part.grads is not None:
-            d_a, d_b = part.grads[target.name]
+            d_a, d_b, *_ = part.grads[target.name]
             d_a.addmm_(d_inner.float().t(), x_part.float())
             d_b.addmm_(d_y_part.float().t(), inner.float(), alpha=part.scale)
         if d_x is not None:
@@ -307,7 +370,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        d_y = grads[0]
+        d_y = unscale_gradient(grads[0], ctx.products)
         d_x = ctx.layer.matrix.multiply_transposed(d_y) if ctx.needs_input_grad[0] else None
         backpropagate(x, d_y, ctx.products, d_x)
         ctx.layer.matrix.add_gradient(x, d_y)

@@ -29,6 +29,13 @@ def count_fitting_tokens(model: BaseModel, memory_bytes: int) -> int:
     return int(memory_bytes / activation_bytes_per_token(model))
 
 
+def count_fitting_dora_tokens(model: BaseModel, memory_bytes: int, fitting_tokens: int) -> int:
+    """Return how many tokens of DoRA runs fit, which keep outputs of layers too, where so many of others do."""
+    kept = sum(t.out_features for t in model.targets if not t.num_experts and t.group != "unembed")
+    each = memory_bytes / max(1, fitting_tokens) + kept * model.device.dtype.itemsize
+    return int(memory_bytes / each)
+
+
 def choose_token_budget(fitting_tokens: int, device_type: str, is_full: bool = False) -> int:
     """Return the maximum number of tokens of a pass, where ``fitting_tokens`` fit into memory."""
     on_cpu = MAX_FULL_BUDGET if is_full else MAX_BUDGET

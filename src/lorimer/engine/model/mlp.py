@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorimer.engine.model.linear import FrozenLinear, backpropagate, multiply_with_adapters
+from lorimer.engine.model.linear import FrozenLinear, backpropagate, multiply_with_adapters, unscale_gradient
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 Activation = Callable[[Tensor], Tensor]
@@ -54,9 +54,10 @@ class _GatedDown(torch.autograd.Function):
             acted = ctx.act(leaf)
         value = acted.detach()
         product = value * up
-        d_product = ctx.down.matrix.multiply_transposed(grads[0])
-        backpropagate(product, grads[0], ctx.products, d_product)
-        ctx.down.matrix.add_gradient(product, grads[0])
+        d_y = unscale_gradient(grads[0], ctx.products)
+        d_product = ctx.down.matrix.multiply_transposed(d_y)
+        backpropagate(product, d_y, ctx.products, d_product)
+        ctx.down.matrix.add_gradient(product, d_y)
         d_up = torch.mul(d_product, value, out=product)
         (d_gate,) = torch.autograd.grad(acted, leaf, d_product.mul_(up))
         return d_gate, d_up, None, None, None

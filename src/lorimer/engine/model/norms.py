@@ -24,7 +24,7 @@ class FrozenRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + self._offset if self._offset else self.weight
+        weight = self.weight.float() + self._offset if self._offset else self.weight
         if torch.is_grad_enabled() and x.requires_grad:
             return _RMSNorm.apply(x, weight, self.eps, self.weight)
         if x.dtype == weight.dtype == torch.float32:

@@ -90,11 +90,11 @@ class QuantizedWeight(nn.Module):
     def __getitem__(self, expert: int) -> Tensor:
         """Return the dense weight ``(O, I)`` of an expert."""
         size = self.shape[-2]
-        return self._rows(slice(expert * size, (expert + 1) * size))
+        return self.rows(slice(expert * size, (expert + 1) * size))
 
     def dense(self) -> Tensor:
         """Return the whole weight, as it was stored, in the dtype of passes."""
-        whole = self._rows(slice(0, len(self.codes))).reshape(self.shape)
+        whole = self.rows(slice(0, len(self.codes))).reshape(self.shape)
         return whole.transpose(1, 2) if self._is_transposed else whole
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -124,9 +124,10 @@ class QuantizedWeight(nn.Module):
 
     def _unscaled(self, rows: slice) -> Tensor:
         """Return rows without the scales that products apply to their results: integers are exact in any dtype."""
-        return self.codes[rows].to(self.dtype) if self.kind == "int8" else self._rows(rows)
+        return self.codes[rows].to(self.dtype) if self.kind == "int8" else self.rows(rows)
 
-    def _rows(self, rows: slice) -> Tensor:
+    def rows(self, rows: slice | Tensor) -> Tensor:
+        """Return dense rows in the dtype of passes."""
         if self.kind == "int8":
             return (self.codes[rows] * self.scales[rows]).to(self.dtype)
         codes, scales_RB = self.codes[rows], self.scales[rows]

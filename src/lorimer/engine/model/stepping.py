@@ -145,7 +145,11 @@ class _Parts:
             else:
                 turned = torch.cat([self._q_norm(q.flatten(1)), self._k_norm(k.flatten(1))], 1).view(turned.shape)
         cos, sin = cache.rotation(rotary)
-        turned = (turned * cos).addcmul_(torch.roll(turned, self._head_dim // 2, -1), sin)
+        swapped = torch.roll(turned, self._head_dim // 2, -1)
+        if turned.dtype == torch.float32:
+            turned = (turned * cos).addcmul_(swapped, sin)
+        else:  # rounded where the model's own function rounds, as in a training pass
+            turned = (turned * cos).add_(swapped.mul_(sin))
         q_NHD, k_NKD = turned[:, : self._num_heads], turned[:, self._num_heads :]
         out_NHD = cache.attend_rows(self._number, q_NHD, k_NKD, v_NKD, self._shape)
         return self._out(out_NHD.reshape(len(x_N), -1), slices)

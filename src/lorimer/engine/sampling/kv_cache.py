@@ -288,12 +288,7 @@ class DecodeAttention:
         k = k_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
         v = v_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
         mask = self._mask(shape.window, num_kv, q)
-        if shape.softcap is None:
-            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=shape.scale)
-        else:
-            scores = torch.bmm(q, k.transpose(1, 2)).mul_(shape.scale / shape.softcap)
-            scores = scores.tanh_().mul_(shape.softcap).add_(mask)
-        scores = scores.float()
+        scores = _scores(q, k, mask, shape)
         sinks = None if shape.sinks is None else shape.sinks.view(num_kv, -1).repeat(num_rows, 1)
         if self._readers:
             out_NHD = self._attend_pasts(layer, q, scores, v, sinks, shape)
@@ -375,6 +370,18 @@ class DecodeAttention:
 
     def finish(self) -> None:
         self._slab.lengths = [length + 1 for length in self._slab.lengths]
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, shape: Shape) -> Tensor:
+    """Return float32 scores ``(B, G, keys)`` of queries ``(B, G, D)`` and keys ``(B, keys, D)``."""
+    if q.dtype != torch.float32:
+        # Rounded where a training pass rounds, so that both give a token the same log probability.
+        scores = torch.bmm(q * shape.scale, k.transpose(1, 2)).float()
+        return (scores if shape.softcap is None else scores.div_(shape.softcap).tanh_().mul_(shape.softcap)).add_(mask)
+    if shape.softcap is None:
+        return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=shape.scale)
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(shape.scale / shape.softcap)
+    return scores.tanh_().mul_(shape.softcap).add_(mask)
 
 
 def _find_readers(slab: Slab, device: torch.device) -> list[_Readers]:

@@ -7,6 +7,8 @@ quantised base, of which this would be a dense copy; only one adapter at a time,
 anything else in the batch the pairs are applied as always.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class MergedAdapter:
             if self._matrices is None:
                 self._matrices = self._merge(adapter)
             (only,) = slices
-            return [AdapterSlice(only.start, only.stop, only.weights, only.scale, merged=self._matrices)]
+            return [replace(only, merged=self._matrices)]
         return slices
 
     def _merge(self, adapter: FrozenAdapter) -> MergedMatrices:
@@ -54,8 +56,10 @@ class MergedAdapter:
             pairs = [(target, adapter.weights[target.name]) for target in targets if target.name in adapter.weights]
             if pairs:
                 dense = torch.cat(weights)
-                for target, (a, b) in pairs:
-                    dense[target.rows].addmm_(b, a, alpha=adapter.scale)
+                for target, (a, b, *_) in pairs:
+                    rows = dense[target.rows].addmm_(b, a, alpha=adapter.scale)
+                    if adapter.row_scales is not None:
+                        rows.mul_(adapter.row_scales.of(target.name).factors_O[:, None])
                 merged[id(matrix)] = pack(dense)
         return merged
 

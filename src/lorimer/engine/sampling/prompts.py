@@ -4,6 +4,7 @@ Row i of what is computed from position i scores position i + 1; the first posit
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class PromptScores:
         computed: list[list[Tensor]] = []
         for start in range(0, len(rows), _ROWS):
             part = rows[start : start + _ROWS]
-            adapters = [AdapterSlice(0, len(part), s.weights, s.scale) for s in slices]
+            adapters = [replace(s, start=0, stop=len(part)) for s in slices]
             (on_device,) = upload([part], x_NH.device)
             computed.append(self._compute(head.logits(x_NH[on_device], adapters), positions[part] + 1))
         if computed:

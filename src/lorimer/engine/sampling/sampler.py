@@ -498,7 +498,7 @@ def _slices(parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
         stop = start + sum(size for _, size in requests)
         adapter = requests[0][0].adapter
         if adapter is not None:
-            slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale))
+            slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale, row_scales=adapter.row_scales))
         start = stop
     return slices
 

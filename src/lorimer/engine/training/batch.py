@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lorimer.engine.adapters.adapters import Pairs
+from lorimer.engine.adapters.dora import RowScales
 from lorimer.engine.model.attention import Groups, Shape
 from lorimer.engine.training.prefixes import Forest
 
@@ -37,6 +38,8 @@ class AdapterSlice:
     grads: Pairs | None = None
     merged: MergedMatrices | None = None
     """Replaces base and pairs for the matrices it holds; only a slice that covers the whole pass may have it."""
+    row_scales: RowScales | None = None
+    """What the rows of the adapted weights are multiplied with, in DoRA."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ are in `optimizers.py`.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -44,7 +44,9 @@ class StepOutcome:
     metrics: dict[str, float]
 
 
-def apply(adapter: Adapter, params: Mapping[str, StepField]) -> dict[str, float]:
+def apply(
+    adapter: Adapter, params: Mapping[str, StepField], product_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
     """Take one step of a LoRA run with its accumulated gradient, and clear that; return the metrics of the step."""
     outcome = take_step(
         adapter.optimizer,
@@ -54,8 +56,10 @@ def apply(adapter: Adapter, params: Mapping[str, StepField]) -> dict[str, float]
         adapter.step,
         params,
         adapter.groups,
+        product_dtype=product_dtype,
     )
     adapter.clear_gradient()
+    adapter.weights_changed()
     adapter.step += outcome.is_applied
     return outcome.metrics
 
@@ -69,10 +73,12 @@ def take_step(
     params: Mapping[str, StepField],
     groups: Mapping[str, frozenset[str]],
     division: Division | None = None,
+    product_dtype: torch.dtype = torch.bfloat16,
 ) -> StepOutcome:
     """Change ``weights`` and ``state`` in place by one step; without ``grads`` the gradient is zero.
 
-    With ``division`` they are this rank's parts, and all ranks take the step together.
+    With ``division`` they are this rank's parts, and all ranks take the step together. ``product_dtype`` is what the
+    device multiplies bfloat16 numbers in.
 
     Weights are float32 of any shape. ``state`` is empty before the first step, and ``step`` is the number of steps
     applied before. ``groups`` says by weight what ``lr_multipliers`` may name. Gradients may be overwritten.
@@ -98,6 +104,7 @@ def take_step(
                 groups.get(name, frozenset()),
                 division.owners.get(name),
                 division.shapes[name][0] if name in division.owners else 0,
+                product_dtype,
             )
             for name, tensor in weights.items()
         }
@@ -283,7 +290,7 @@ def _update_gathered(
         tensor = shards.gather_rows(weight.tensor, weight.num_rows, weight.owner)
         grad = shards.gather_rows(weight.grad, weight.num_rows, weight.owner)
         if tensor is not None and grad is not None:
-            own = TrainedWeight(tensor, grad, weight.state, weight.groups)
+            own = replace(weight, tensor=tensor, grad=grad, owner=None, num_rows=0)
     is_computed, move = True, 0.0
     with shards.together():
         if own is not None:
@@ -328,7 +335,7 @@ def _split(weight: TrainedWeight) -> list[TrainedWeight]:
         return [weight]
     tensors, grads, *states = (one.view(-1).split(_CHUNK_BYTES // 4) for one in every)
     return [
-        TrainedWeight(tensor, grad, dict(zip(weight.state, state, strict=True)), weight.groups)
+        replace(weight, tensor=tensor, grad=grad, state=dict(zip(weight.state, state, strict=True)))
         for tensor, grad, *state in zip(tensors, grads, *states, strict=True)
     ]
 

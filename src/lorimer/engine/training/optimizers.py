@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim._adafactor import adafactor
-from torch.optim._muon import muon
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from lorimer.engine.model.device import download, upload
-from lorimer.engine.training import quantized_moments
+from lorimer.engine.training import muon, quantized_moments
 from lorimer.types.optim import OPTIMIZERS as PARAMS
 
 Fields = Mapping[str, Any]
@@ -43,11 +42,14 @@ class TrainedWeight:
     state: dict[str, Tensor]
     """By the optimiser's own names."""
     groups: frozenset[str] = frozenset()
-    """What it belongs to: ``attn``, ``mlp``, ``unembed``, ``embed`` or ``norms``, and ``lora_A`` or ``lora_B``."""
+    """What it belongs to: ``attn``, ``mlp``, ``unembed``, ``embed`` or ``norms``, and ``lora_A``, ``lora_B`` or
+    ``lora_magnitude``."""
     owner: int | None = None
     """The rank that updates it, where ranks share a weight that is updated as a whole; the others have no state."""
     num_rows: int = 0
     """Rows of the whole weight, if it has an owner; ``tensor`` and ``grad`` are some of them."""
+    product_dtype: torch.dtype = torch.bfloat16
+    """What its device multiplies bfloat16 numbers in: float32 where it has no units for bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -335,20 +337,8 @@ def _update_muon(weights: list[TrainedWeight], step: int, fields: Fields) -> Non
             (buffers, weight.state["momentum_buffer"]),
         ):
             several += one.flatten(0, -3).unbind() if one.dim() > 2 else [one]
-    muon(
-        tensors,
-        grads,
-        buffers,
-        lr=fields["learning_rate"],
-        weight_decay=fields["weight_decay"],
-        momentum=fields["momentum"],
-        nesterov=fields["nesterov"],
-        ns_coefficients=tuple(fields["ns_coefficients"]),
-        ns_steps=int(fields["ns_steps"]),
-        eps=fields["eps"],
-        adjust_lr_fn=fields["adjust_lr_fn"],
-        has_complex=False,
-    )
+    if matrices:
+        muon.update(tensors, grads, buffers, fields, matrices[0].product_dtype)
 
 
 def _is_muon_bounded(weights: list[TrainedWeight], grad_norm: float, step: int, fields: Fields) -> bool:

@@ -112,11 +112,17 @@ class _BatchFailed(Exception):
 
 
 class Trainer:
-    def __init__(self, model: BaseModel, token_budget: int, fitting_tokens: int = 0) -> None:
-        """``fitting_tokens`` fit into memory; a pass of more, and of more than the budget, is checkpointed."""
+    def __init__(
+        self, model: BaseModel, token_budget: int, fitting_tokens: int = 0, fitting_dora_tokens: int = 0
+    ) -> None:
+        """``fitting_tokens`` fit into memory; a pass of more, and of more than the budget, is checkpointed.
+
+        A pass with DoRA runs is if it has more than ``fitting_dora_tokens``, unless the budget was set by hand.
+        """
         self.model = model
         self.token_budget = token_budget
         self._max_kept_tokens = max(token_budget, fitting_tokens)
+        self._max_kept_dora_tokens = fitting_dora_tokens if fitting_tokens else self._max_kept_tokens
         self.min_shared = MIN_SHARED
         """Shortest piece that sequences share; larger than any sequence, nothing is shared."""
         self.num_tokens = 0
@@ -336,12 +342,15 @@ class Trainer:
         if any(node.num_sequences > 1 for node in nodes):
             repeated = np.repeat([np.float32(node.num_sequences) for node in nodes], lengths)
             (counts,) = upload([repeated], device)
+        slices = _slices([(plan.sequences[node.sequence].adapter, node.stop) for node in nodes], gradients)
+        has_dora = any(part.row_scales is not None for part in slices)
+        max_kept = self._max_kept_dora_tokens if has_dora else self._max_kept_tokens
         return Pass(
-            slices=_slices([(plan.sequences[node.sequence].adapter, node.stop) for node in nodes], gradients),
+            slices=slices,
             groups=group_sequences(
                 lengths, [node.start for node in nodes], device, pasts=[node.past for node in nodes]
             ),
-            is_checkpointed=plan.is_trained and layout.num_tokens > self._max_kept_tokens,
+            is_checkpointed=plan.is_trained and layout.num_tokens > max_kept,
             count_experts=True,
             num_sequences_T=counts,
             trains_base=any(isinstance(sequence.adapter, FullRun) for sequence in plan.sequences),
@@ -365,7 +374,7 @@ def _slices(nodes: Iterable[tuple[Adapter | FullRun, int]], gradients: dict[int,
             continue
         grads = None if gradients is None else gradients[id(adapter)]
         start = slices[-1].stop if slices else 0
-        slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale, grads))
+        slices.append(AdapterSlice(start, stop, adapter.weights, adapter.scale, grads, row_scales=adapter.row_scales))
     return slices
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from lorimer.engine.adapters.adapters import freeze
 from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base_model import load_model
 from lorimer.engine.model.device import Device, free_bytes
@@ -111,7 +112,9 @@ def _engine_logprobs(
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     positions = torch.cat([torch.arange(length) for length in lengths])
     found = []
-    for slices in ([], [AdapterSlice(0, sum(lengths), adapter.pairs, adapter.scale)]):
+    frozen = freeze(adapter.pairs, adapter.config, model.rows)
+    whole = AdapterSlice(0, sum(lengths), frozen.weights, frozen.scale, row_scales=frozen.row_scales)
+    for slices in ([], [whole]):
         current = Pass(slices, groups=group_sequences(lengths, starts, device.handle))
         hidden = model.hidden(torch.cat(sequences), positions, current)
         found.append(head.logits(hidden, slices).log_softmax(-1))
@@ -126,7 +129,7 @@ def _sum_in_memory(adapter: LoadedAdapter, base: Path, dtype: torch.dtype) -> An
         owner, _, name = weight.rpartition(".")
         module = model.get_submodule(owner)
         # A new parameter, so that an embedding it was tied to stays as it is.
-        merged = adapter.change(weight).add_(getattr(module, name)).to(dtype)
+        merged = adapter.apply(weight, getattr(module, name)).to(dtype)
         setattr(module, name, nn.Parameter(merged, requires_grad=False))
     return model
 

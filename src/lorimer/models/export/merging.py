@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 
 from lorimer.engine.adapters.adapters import Pairs
 from lorimer.engine.adapters.checkpoints import load_weights, read_config
+from lorimer.engine.adapters.dora import BaseRows, RowScales
 from lorimer.engine.adapters.lora import LoraTarget, find_targets, is_trained, scale_of
 from lorimer.engine.model.vision import model_class
 from lorimer.errors import CheckpointError, ModelRefused
@@ -86,15 +87,40 @@ class LoadedAdapter:
         self.embedding = next(f"{n}.weight" for n, module in self.model.named_modules() if module is embedding)
         self.unties = is_tied(self.model) and self.head in self.by_weight
 
+    @property
+    def use_dora(self) -> bool:
+        return self.config.use_dora is True
+
+    def apply(self, weight: str, base: Tensor) -> Tensor:
+        """Return a weight of the base with the adapter, float32, in the layout of the loaded model."""
+        merged = self.change(weight).add_(base)
+        if self.use_dora:
+            targets = {target.name: target for target in self.by_weight[weight]}
+            rows = {name: BaseRows.of(_Whole(base), target) for name, target in targets.items()}
+            scales = RowScales(rows, self.pairs, self.scale)
+            for name, target in targets.items():
+                merged[target.rows] *= scales.of(name).factors_O[:, None]
+        return merged
+
     def change(self, weight: str) -> Tensor:
-        """Return what the adapter adds to a weight, float32, in the layout of the loaded model."""
+        """Return what the pairs add to a weight, float32, in the layout of the loaded model."""
         change = torch.zeros(self.model.get_parameter(weight).shape, dtype=torch.float32)
         for target in self.by_weight[weight]:
-            a, b = self.pairs[target.name]
+            a, b, *_ = self.pairs[target.name]
             is_transposed = bool(target.num_experts) and self.model.get_submodule(target.module).is_transposed
             rows = change.transpose(-1, -2) if is_transposed else change
             rows[..., target.rows, :] = self.scale * (b @ a)  # a factor that experts share is used for each
         return change
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A weight that is in memory."""
+
+    tensor: Tensor
+
+    def dense_rows(self, rows: slice | Tensor) -> Tensor:
+        return self.tensor[rows]
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
@@ -200,6 +226,11 @@ def _stored_pieces(
         return [name]
     pieces = revert_weight_conversion(adapter.model, {weight: torch.empty(shape, device="meta")})
     if all(name in stored and stored[name].shape == tuple(piece.shape) for name, piece in pieces.items()):
+        if adapter.use_dora:
+            raise ModelRefused(
+                f"the weight {weight!r} is stored in pieces ({', '.join(map(repr, list(pieces)[:2]))}); a DoRA adapter"
+                " is merged only into weights that are stored whole"
+            )
         return list(pieces)
     raise ModelRefused(
         f"the weight {weight!r} of shape {shape} is stored under other names or in another form"
@@ -262,14 +293,20 @@ class _Changes:
         self._left = set(adapter.by_weight)
         self._pieces: dict[str, Tensor] = {}
 
-    def take(self, item: Written) -> Tensor:
+    def merge(self, item: Written, base: Tensor) -> Tensor:
+        """Return a stored tensor with its piece of the change."""
+        assert item.weight is not None
+        if item.is_whole:
+            self._left.remove(item.weight)
+            return self._adapter.apply(item.weight, base)
+        return self._take(item).add_(base)
+
+    def _take(self, item: Written) -> Tensor:
         assert item.weight is not None
         if item.weight in self._left:
             assert not self._pieces, "the pieces of a weight are written together"
             self._left.remove(item.weight)
             change = self._adapter.change(item.weight)
-            if item.is_whole:
-                return change
             self._pieces = revert_weight_conversion(self._adapter.model, {item.weight: change})
         return self._pieces.pop(item.name)
 
@@ -285,7 +322,7 @@ def _merged(tensor: Tensor, item: Written, changes: _Changes, dtype: MergedDtype
     else:
         if tensor.dtype not in _DTYPES.values():
             raise ModelRefused(f"{item.source!r} is stored as {tensor.dtype}, into which no adapter can be merged")
-        merged = changes.take(item).add_(tensor).to(out)
+        merged = changes.merge(item, tensor).to(out)
     if out == torch.float16 and not torch.isfinite(merged).all():
         raise CheckpointError(f"{item.name!r} has numbers beyond the range of float16; bfloat16 and float32 are wider")
     return merged.contiguous()

@@ -27,7 +27,7 @@ from lorimer.server.routes.ownership import (
 from lorimer.server.routes.queries import PAGE, SCOPE, SCOPES, query_page, query_text, query_word
 from lorimer.server.routes.replies import done, reply
 from lorimer.server.signing import user_urn
-from lorimer.store import audit, checkpoints, idempotency, quotas, runs, sessions
+from lorimer.store import audit, checkpoints, idempotency, quotas, runs, sessions, tracking
 from lorimer.store.checkpoints import Checkpoint
 from lorimer.store.directory import DataDirectory
 from lorimer.store.manifests import read_files
@@ -86,6 +86,7 @@ def shown_run(run: Run, found: list[Checkpoint]) -> types.TrainingRun:
         train_mlp=run.train_mlp,
         train_unembed=run.train_unembed,
         use_rslora=run.use_rslora,
+        use_dora=run.use_dora,
         train_embed=run.train_embed,
         train_norms=run.train_norms,
         optimizer_type=run.optimizer_type,
@@ -134,7 +135,9 @@ async def get_training_run(request: Request) -> Response:
     shown = shown_run(*found)
     if found[0].user_id == user_id:
         size = await asyncio.to_thread(snapshot_bytes, context_of(request).directory, found[0])
-        shown = shown.model_copy(update={"snapshot_bytes": size})
+        tracked = await context_of(request).store.read(tracking.get, found[0].run_id or run_id)
+        name = tracked.name if tracked else None
+        shown = shown.model_copy(update={"snapshot_bytes": size, "run_name": name})
     return reply(shown)
 
 
@@ -368,6 +371,7 @@ def run_of_copy(c: Connection, user_id: str, source: Checkpoint, body: types.Cop
         train_mlp=weights.train_mlp,
         train_unembed=weights.train_unembed,
         use_rslora=weights.use_rslora,
+        use_dora=weights.use_dora,
         optimizer_type=weights.optimizer_type,
         user_metadata=origin.user_metadata if origin else {},
         method=weights.method,

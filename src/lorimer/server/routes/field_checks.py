@@ -66,15 +66,8 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
 
 
 def check_lora(settings: Settings, config: LoraConfig | None) -> str | None:
-    """Refuse kinds of LoRA that are not available. Return the directory of the adapter that a run begins with."""
-    if config is None:
-        return None
-    if config.use_dora:
-        raise Unsupported(
-            "use_dora is not available: DoRA divides by the norm of each row of the base weight plus the adapter, a"
-            " product as large as the weight for each adapter and step; use_rslora is accepted"
-        )
-    if config.init_from is None:
+    """Return the directory of the adapter that a run begins with, if it is one of the server's."""
+    if config is None or config.init_from is None:
         return None
     check_text(settings, init_from=config.init_from)
     root = Path(settings.peft_adapters)

@@ -198,6 +198,7 @@ async def weights_info(request: Request) -> Response:
             train_mlp=weights.train_mlp,
             train_attn=weights.train_attn,
             use_rslora=weights.use_rslora,
+            use_dora=weights.use_dora,
             method=weights.method,
             train_embed=weights.train_embed,
             train_norms=weights.train_norms,
