@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "engine.translation",
         "engine.process",
         "engine.config",
+        "engine.launch",
         "engine.reservations",
     },
     "cluster": {"engine.config", "scheduler.placement", "server.settings", "server.setting_sources"},
@@ -46,7 +47,7 @@ MAY_IMPORT_IN_FUNCTIONS = {
 EVERYBODY_MAY_IMPORT = {"errors", "__version__"}
 
 MAY_LOAD_TORCH = {"engine", "models", "cookbook", "recipes"}
-TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch", "reservations"]
+TORCH_FREE_ENGINE_MODULES = ["messages", "translation", "process", "config", "launch", "fork_server", "reservations"]
 LOADS_TORCH = {"torch", "transformers", "peft", "accelerate", "safetensors.torch"}
 
 

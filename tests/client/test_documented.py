@@ -112,7 +112,7 @@ async def test_saving_and_loading(trainer, data, caplog):
             trainer.forward_backward(data, "cross_entropy")
             trainer.optim_step(step)
             after.append((await trainer.forward(data, "cross_entropy")).loss)
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name.startswith("lorimer")] == []
     assert after[0] != after[1]
 
 

@@ -93,7 +93,7 @@ run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 print(run.stderr.splitlines()[-1])
 raise SystemExit(3)
 """
-    run = run_program(text, tmp_path / "data")
+    run = run_program(text, tmp_path / "data", LORIMER_ENGINE_FORK_SERVER="")
     assert run.returncode == 3, run.stderr
     engines, told = run.stdout.splitlines()
     assert "in use" in told and "LORIMER_DATA" in told and "base_url" in told

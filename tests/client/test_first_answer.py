@@ -1,6 +1,7 @@
 """An address that never answered is given up soon; a server that has answered is waited for while it restarts."""
 
 import http.server
+import socket
 import threading
 import time
 
@@ -53,6 +54,16 @@ def test_address_that_never_answered_is_given_up(ask, monkeypatch):
     with pytest.raises(APIConnectionError, match=f"^no server answers at {url} .*; start one with `lorimer serve`, or"):
         calls[ask]()
     assert time.monotonic() - began < 5
+
+
+def test_address_that_takes_requests_and_never_answers_is_given_up_too(monkeypatch):
+    """The limit includes the last attempt, whose own timeout is a minute."""
+    monkeypatch.setattr(transport, "FIRST_ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        asked = lorimer.ServiceClient(base_url=url)._capabilities()
+        with pytest.raises(APIConnectionError, match=f"^no server answers at {url} .*; start one with"):
+            asked.result(timeout=transport.TIMEOUT_SECONDS / 2)
 
 
 def test_server_that_answered_is_waited_for_also_by_new_clients(monkeypatch):

@@ -47,13 +47,13 @@ def no_garbage_for_others() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def clean_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def clean_home() -> Iterator[None]:
     """Without telemetry: on Python 3.11 the SDK's ``close`` was once seen to wait without end.
 
     Its telemetry waits with ``asyncio.wait_for``, which there loses a cancellation that comes just when what it waits
     for is done; that this was the cause is inferred.
     """
-    with clean_surroundings(tmp_path_factory.mktemp("home")), pytest.MonkeyPatch.context() as patch:
+    with clean_surroundings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
         yield
 

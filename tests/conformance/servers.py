@@ -10,9 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from lorimer.engine import fork_server
+
 ROOT = Path(__file__).parents[2]
 LORIMER = [sys.executable, "-m", "lorimer.cli.main"]
 ADDRESS = re.compile(r" at (http://\S+) ")
+SOURCES = os.pathsep.join(
+    dict.fromkeys(filter(None, [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+)
+"""What ``PYTHONPATH`` is for processes that tests start."""
 END_SECONDS = 60
 READY_LINE = "lorimer key create"
 """Begins the last line of what a server prints when it is ready."""
@@ -27,8 +35,35 @@ class RunningServer:
 def environment(**values: str) -> dict[str, str]:
     """The environment of this process without what would steer a server or an SDK, with ``values``."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("LORIMER_", "TINKER_"))}
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    return ours | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | values
+    if address := os.environ.get(fork_server.VARIABLE):
+        ours[fork_server.VARIABLE] = address
+    return ours | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"} | values
+
+
+def children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    """The processes of a server, also engines that were forked for it, but no fork server; none if it has ended."""
+    try:
+        started = psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
+    owners = {pid, *(one.pid for one in started)} if recursive else {pid}
+    names = {fork_server.process_name(owner) for owner in owners}
+    forked = [one for one in psutil.process_iter(["name"]) if one.info["name"] in names and one not in started]
+    return [one for one in started if is_engine(one) or not is_fork_server(one)] + forked
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return "lorimer.engine.forker" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return "lorimer.engine" in process.cmdline() or process.name().startswith("engine ")
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def create_key(data: Path, user: str) -> str:

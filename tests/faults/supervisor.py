@@ -12,7 +12,8 @@ from typing import Literal
 
 import psutil
 
-from tests.conformance.servers import LORIMER, READY_LINE, environment
+from lorimer.engine import fork_server
+from tests.conformance.servers import LORIMER, READY_LINE, children, environment
 from tests.faults.tenant import MODEL
 
 Kind = Literal["engine", "api", "both"]
@@ -59,6 +60,8 @@ class Supervisor:
         for name, value in ({"num_threads": 1} | settings).items():
             self.command += ["--set", f"{name}={value}"]
         self._environment = environment(**(extra or {}))
+        if prefix:  # a limit of the server is to hold for its engines too
+            self._environment.pop(fork_server.VARIABLE, None)
         self._process: subprocess.Popen[str] | None = None
         self._is_ending = False
         self._ready = threading.Event()
@@ -98,10 +101,7 @@ class Supervisor:
         return self._process.pid
 
     def engines(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.pid).children()
-        except psutil.NoSuchProcess:
-            return []
+        return children(self.pid)
 
     def send(self, number: int) -> None:
         """A signal to the API process."""

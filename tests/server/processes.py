@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx2
 import psutil
 
-LORIMER = [sys.executable, "-m", "lorimer.cli.main"]
+from tests.conformance.servers import LORIMER, children
 
 
 class Process:
@@ -62,7 +61,7 @@ class Process:
         return Path(self.log.name).read_text()
 
     def engines(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return children(self.process.pid, recursive=True)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -150,9 +150,10 @@ class EmbeddedService:
                 raise TinkerError("there is no service in this process yet; a client of it is made first")
             if self._listening is None:
                 serving = importlib.import_module("lorimer.server.serve")
-                listener = serving.bind(replace(self._settings, host="127.0.0.1", port=0))
+                settings = replace(self._settings, host="127.0.0.1", port=0)
+                listener = serving.bind(settings)
                 url = serving.url_of(listener)
-                server = serving.EmbeddedServer(self._app, listener, self._settings)
+                server = serving.HttpServer(self._app, listener, settings)
                 self._listening = url, server, asyncio.ensure_future(server.serve())
             return self._listening[0]
 

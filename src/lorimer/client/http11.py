@@ -6,6 +6,7 @@ are left to httpx2.
 """
 
 import asyncio
+import ipaddress
 import ssl
 import time
 from collections import deque
@@ -324,7 +325,8 @@ class HttpTransport(httpx2.AsyncBaseTransport):
                 host,
                 port,
                 ssl=self._tls if scheme == "https" else None,
-                happy_eyeballs_delay=OTHER_ADDRESS_SECONDS,
+                # asyncio's race of addresses forgets to close a socket if it is cancelled just when that connects.
+                happy_eyeballs_delay=None if is_address(host) else OTHER_ADDRESS_SECONDS,
             )
         return connection
 
@@ -333,6 +335,14 @@ class HttpTransport(httpx2.AsyncBaseTransport):
         for idle in self._idle.values():
             while idle:
                 idle.pop().end()
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def head_of(request: httpx2.Request) -> bytes:

@@ -64,6 +64,7 @@ REPORT_SECONDS = 60.0
 """A server that does not answer is spoken of this often."""
 FIRST_ANSWER_SECONDS = 10.0
 """How long an address that never answered this process is tried; one that did may be restarting, and is waited for."""
+MIN_ATTEMPT_SECONDS = 0.1
 
 
 class Transport:
@@ -100,9 +101,13 @@ class Transport:
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        within: float | None = None,
         follow_redirects: bool = True,
     ) -> httpx2.Response:
-        """The answer, whatever its status; raises only if there is none."""
+        """The answer, whatever its status; raises only if there is none.
+
+        ``timeout`` limits how long nothing moves, ``within`` the whole exchange.
+        """
         client = self._client or await self._open()
         # The credential of a call, if it has one, goes before the client's own.
         given = {**await self.credentials.header(), **(headers or {})}
@@ -114,8 +119,9 @@ class Transport:
             extensions={"timeout": httpx2.Timeout(timeout, connect=CONNECT_SECONDS).as_dict()},
         )
         try:
-            response = await self._exchange(client, request, follow_redirects)
-        except httpx2.TimeoutException as error:
+            async with asyncio.timeout(within):
+                response = await self._exchange(client, request, follow_redirects)
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise APITimeoutError(request) from error
         except (httpx2.HTTPError, OSError) as error:
             message = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
@@ -167,7 +173,13 @@ class Transport:
             try:
                 return succeeded(
                     await self.send(
-                        method, path, content=content, headers=sent, timeout=timeout, follow_redirects=follow_redirects
+                        method,
+                        path,
+                        content=content,
+                        headers=sent,
+                        timeout=timeout,
+                        within=self._first_answer_within(since),
+                        follow_redirects=follow_redirects,
                     )
                 )
             except BillingError as error:
@@ -188,6 +200,12 @@ class Transport:
                     raise
                 self.report(error)
             await asyncio.sleep(delay)
+
+    def _first_answer_within(self, since: float) -> float | None:
+        """How long an attempt may take at an address that never answered, so that giving up includes the last one."""
+        if self.has_answered or self._open_transport is not None:  # a service in this process may be starting
+            return None
+        return max(MIN_ATTEMPT_SECONDS, since + FIRST_ANSWER_SECONDS - time.monotonic())
 
     @property
     def has_answered(self) -> bool:

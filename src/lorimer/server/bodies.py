@@ -145,8 +145,7 @@ async def _receive_chunks(request: Request) -> list[bytes]:
     received = 0
     is_ended = False
     try:
-        # The HTTP server ends a body with an empty chunk. If the length is known, do not wait for it: that takes three
-        # thread switches.
+        # A server other than ours may end a body with an empty chunk; if the length is known, do not wait for it.
         while not is_ended and received != length:
             message = await request.receive()
             if message["type"] == "http.disconnect":

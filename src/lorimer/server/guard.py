@@ -22,6 +22,7 @@ from lorimer.server.console import is_console
 from lorimer.server.context import Context
 from lorimer.server.errors import answer_error, error_response
 from lorimer.server.hosts import HostRule, is_same_origin
+from lorimer.server.http_server import AUTHORITY
 from lorimer.server.settings import Settings
 
 logger = logging.getLogger("lorimer.access")
@@ -116,8 +117,10 @@ class Guard:
     def _refusal(self, scope: Scope, context: Context, has_room: bool) -> Response | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._hosts.allows(hosts[0]):
-            shown = hosts[0][:200] if hosts else ""
+        named = [*hosts, *([scope[AUTHORITY]] if AUTHORITY in scope else [])]
+        refused = next((host for host in named if not self._hosts.allows(host)), None)
+        if len(hosts) != 1 or refused is not None:
+            shown = (refused or (hosts[0] if hosts else ""))[:200]
             detail = f"this server does not answer to host {shown!r}; add it to allowed_hosts if it should"
             return error_response(scope, 421, "bad_host", detail)
         if not scope["path"].startswith("/"):
@@ -131,7 +134,8 @@ class Guard:
                 return error_response(scope, 503, "shutting_down", "the server is shutting down; send this again soon")
         lengths = headers.getlist("content-length") + headers.getlist("transfer-encoding")
         if len(lengths) > 1:
-            return error_response(scope, 400, "bad_framing", "the length of the body is given twice; once is accepted")
+            detail = "the length of the body is given twice; once is accepted"
+            return error_response(scope, 400, "bad_framing", detail, CLOSE)
         if self._num_held > self._max_requests:
             return error_response(
                 scope, 429, "too_many_requests", f"{self._max_requests} requests are being held; come back"
@@ -166,10 +170,6 @@ def add_headers(scope: Scope, message: Message) -> None:
     headers["x-request-id"] = scope["state"]["request_id"]
     present = {name for name, _ in headers.raw}
     headers.raw.extend(pair for pair in RAW_HEADERS if pair[0] not in present)
-    # The HTTP server ignores Content-Length beside Transfer-Encoding, but a proxy in front may have honoured it. Close
-    # the connection, so that bytes the proxy counts as part of this body are not read as the next request.
-    if "transfer-encoding" in Headers(scope=scope):
-        headers["connection"] = "close"
 
 
 def internal_error(scope: Scope) -> Response:

@@ -12,7 +12,7 @@ from lorimer.server.errors import Refusal
 Result = TypeVar("Result")
 
 WATCH_AFTER_SECONDS = 0.05
-"""When a poll begins to watch for a disconnect: several thread switches, which a quick result does not need."""
+"""When a poll begins to watch for a disconnect, which a quick result does not need."""
 
 
 async def hold(request: Request, waiting: Coroutine[Any, Any, Result]) -> Result:

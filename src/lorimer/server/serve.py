@@ -1,8 +1,6 @@
 """Serves the application on a port, in this process, until SIGINT or SIGTERM.
 
-Uses Granian's embedded server: 1,500 held polls add less than a millisecond to other requests, disconnects are noticed
-immediately, and half-sent headers have a timeout, which uvicorn cannot set. The socket is bound here, because Granian's
-own would share a port that another server is already using. ``banner.py`` prints the startup output.
+``http_server.py`` speaks HTTP, ``banner.py`` prints the startup output.
 """
 
 import asyncio
@@ -17,61 +15,22 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from granian._granian import SocketHolder
-from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP1Settings
-from granian.server.embed import Server
-from starlette.applications import Starlette
-
 from lorimer.errors import LorimerError, PortTaken
 from lorimer.server.app import create_app
 from lorimer.server.context import Context
+from lorimer.server.http_server import SPARE_CONNECTIONS, HttpServer
 from lorimer.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-MAX_HEADER_BYTES = 64 * 1024
 LAST_ANSWERS_SECONDS = 5.0
 """How long responses in flight may take after the engines have stopped."""
 INTERRUPTED = 130
-SPARE_FILES = 1000
 SWITCH_SECONDS = 0.0005
 """How long another thread may keep the GIL from the event loop. The default of 5 ms adds up over a request."""
 
 Announce = Callable[[Context, str], Coroutine[Any, Any, None]]
-
-
-class EmbeddedServer(Server):
-    """Granian on this event loop and on a socket bound here; ``serve`` runs the application's lifespan."""
-
-    def __init__(
-        self, app: Starlette, listener: socket.socket, settings: Settings, max_connections: int | None = None
-    ) -> None:
-        """Connections beyond ``max_connections`` wait in the backlog."""
-        host, port = listener.getsockname()[:2]
-        super().__init__(
-            app,
-            host,
-            port,
-            interface=Interfaces.ASGINL,
-            http=HTTPModes.http1,
-            websockets=False,
-            backlog=BACKLOG,
-            # The guard refuses excess requests with a response. Without descriptors for connections Granian would spin.
-            backpressure=max_connections or settings.max_concurrent_requests + SPARE_FILES,
-            http1_settings=HTTP1Settings(
-                header_read_timeout=round(settings.header_seconds * 1000), max_buffer_size=MAX_HEADER_BYTES
-            ),
-            log_enabled=False,
-        )
-        self._listener = listener
-
-    def _init_shared_socket(self) -> None:
-        # Granian's worker processes pass sockets on the same way. Its type stubs omit the constructor.
-        make_holder: Any = SocketHolder
-        self._shd: Any = make_holder(self._listener.detach(), False, BACKLOG)
-        self._ssp = None
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -129,7 +88,7 @@ async def serve(settings: Settings, announce: Announce) -> None:
             gc.freeze()  # objects created at startup are permanent: exempt them from garbage collection
             context: Context = app.state.context
             url = context.url = url_of(listener)
-            server = EmbeddedServer(app, listener, settings, max_connections)
+            server = HttpServer(app, listener, settings, max_connections)
             serving = asyncio.create_task(server.serve())
             announcing = asyncio.create_task(announce(context, url))
             announcing.add_done_callback(lambda task: stop.set() if refusal_of(task) else None)
@@ -151,7 +110,7 @@ def refusal_of(announcing: "asyncio.Task[None]") -> LorimerError | None:
     return error if isinstance(error, LorimerError) else None
 
 
-async def end(context: Context, server: EmbeddedServer, serving: "asyncio.Task[None]") -> None:
+async def end(context: Context, server: HttpServer, serving: "asyncio.Task[None]") -> None:
     """Shut down gracefully: finish the running batch, deliver results, release held requests, then close the port."""
     if serving.done():
         await serving
@@ -173,13 +132,13 @@ def raise_file_limit(num_requests: int) -> int:
     Each held request needs a descriptor; some are kept for the database, engines and files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_requests + SPARE_FILES
+    wanted = num_requests + SPARE_CONNECTIONS
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < num_requests:
         logger.warning("at most %d files can be open, so about that many requests can wait concurrently", limit)
-    return max(1, limit - min(SPARE_FILES // 2, limit // 2)) if limit < wanted else wanted
+    return max(1, limit - min(SPARE_CONNECTIONS // 2, limit // 2)) if limit < wanted else wanted
 
 
 def install_signal_handlers(stop: asyncio.Event) -> None:
