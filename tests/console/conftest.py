@@ -35,8 +35,8 @@ SECONDS = 60
 
 
 @pytest.fixture(scope="session", autouse=True)
-def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with clean_surroundings(tmp_path_factory.mktemp("home")):
+def clean_environment() -> Iterator[None]:
+    with clean_surroundings():
         yield
 
 

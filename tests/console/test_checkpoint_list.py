@@ -8,6 +8,7 @@ from playwright.sync_api import Page, expect
 
 import lorimer
 from tests.conformance.servers import create_key
+from tests.server.processes import eventually
 
 STEPS = (1, 3, 5)
 
@@ -19,10 +20,16 @@ def dora(keyed) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(keyed, dora, trainer) -> dict[str, str]:
+def client(keyed, dora, trainer) -> lorimer.TrainingClient:
+    return trainer.run(keyed.url, key=dora, run={"name": "brown-owl"})
+
+
+@pytest.fixture(scope="module")
+def saved(keyed, dora, trainer, client) -> dict[str, str]:
     """Checkpoints after 1, 3 and 5 steps with a metric that falls and rises again; paths by name."""
-    client = trainer.run(keyed.url, key=dora, run={"name": "brown-owl"})
-    return trainer.do(train_and_save, client)
+    paths = trainer.do(train_and_save, client)
+    eventually(lambda: "score" in metric_names(keyed, dora), "the summary of the run")
+    return paths
 
 
 def train_and_save(client: lorimer.TrainingClient) -> dict[str, str]:
@@ -36,6 +43,10 @@ def train_and_save(client: lorimer.TrainingClient) -> dict[str, str]:
         if step in STEPS:
             paths[f"at-{step}"] = client.save_weights_for_sampler(f"at-{step}").result().path
     return paths
+
+
+def metric_names(keyed, key: str) -> list[str]:
+    return httpx.get(f"{keyed.url}/api/v1/run_fields", headers={"x-api-key": key}).json()["metrics"]
 
 
 def names(page: Page) -> list[str]:
@@ -65,6 +76,30 @@ def test_a_metric_is_shown_at_the_step_of_each_and_sorts_the_list(keyed, dora, s
     assert names(page) == ["at-1", "at-3", "at-5"]
     page.goto(f"/console/runs/{listed(keyed, dora)[saved['at-1']]['run_id']}?saved_metric=score")
     expect(cells).to_have_text(["4.05", "0.03", "4.01"])
+
+
+def test_a_metric_that_was_reported_since_is_offered_when_the_choice_is_opened(
+    keyed, dora, saved, trainer, client, open_page
+):
+    page = open_page(keyed.url, "/console/checkpoints", key=dora)
+    select = page.get_by_label("Metric beside each checkpoint")
+    expect(select.locator("option[value=score]")).to_have_count(1)
+    trainer.do(lambda: client.log_metrics({"later": 7.0}, step=5).result())
+    eventually(lambda: "later" in metric_names(keyed, dora), "the summary of the new metric")
+    expect(select.locator("option[value=later]")).to_have_count(0)
+    select.focus()
+    expect(select.locator("option[value=later]")).to_have_count(1)
+    select.select_option("later")
+    expect(page.locator("main tbody [data-label=later]")).to_have_text(["7", "\u2013", "\u2013"])
+
+
+def test_a_phone_sorts_by_step_and_searches_by_the_name_of_the_run(keyed, dora, saved, open_page):
+    page = open_page(keyed.url, "/console/checkpoints?q=brown-owl", key=dora, phone=True)
+    expect(page.locator("main tbody tr")).to_have_count(3)
+    page.get_by_label("Sort").select_option("step")
+    expect(page.locator("main tbody [data-label=Step]")).to_have_text(["1", "3", "5"])
+    page.get_by_label("Sort").select_option("-step")
+    expect(page.locator("main tbody [data-label=Step]")).to_have_text(["5", "3", "1"])
 
 
 def test_chosen_checkpoints_are_published_expire_and_are_deleted_together(keyed, dora, saved, open_page):

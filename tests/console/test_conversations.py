@@ -203,3 +203,31 @@ def test_the_composer_stays_in_the_window(keyed, open_page):
 
 def choose_open(page: Page) -> None:
     page.locator(".settings").evaluate("node => (node.open = true)")
+
+
+def test_two_tabs_keep_their_own_conversations(server, open_page):
+    first = open_page(server.url, address())
+    choose(first, Max_tokens="4")
+    ask(first, "Of the first tab.")
+    ended(first, 1)
+    second = first.context.new_page()
+    second.goto(address())
+    expect(second.get_by_text("Of the first tab.")).to_be_visible()  # a new tab begins where the last one is
+    second.get_by_role("button", name="Clear").click()
+    choose(second, Max_tokens="4")
+    ask(second, "Of the second tab.")
+    ended(second, 1)
+    copied = first.context.new_page()  # as "Duplicate tab" does, with the storage of the session
+    copied.add_init_script(
+        f"sessionStorage.getItem('lorimer.tab') || "
+        f"sessionStorage.setItem('lorimer.tab', {json.dumps(second.evaluate('sessionStorage.getItem(`lorimer.tab`)'))})"
+    )
+    copied.goto(address())
+    expect(copied.get_by_text("Of the second tab.")).to_be_visible()
+    choose(copied, Max_tokens="4")
+    ask(copied, "Of the copy.")
+    ended(copied, 2)
+    for page, text in ((first, "Of the first tab."), (second, "Of the second tab."), (copied, "Of the copy.")):
+        page.reload()
+        expect(page.get_by_text(text)).to_be_visible()
+    expect(second.get_by_text("Of the copy.")).to_have_count(0)

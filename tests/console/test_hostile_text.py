@@ -105,7 +105,7 @@ def test_the_lookout_sees_and_the_policy_holds(attacked, open_page, watch):
     page = open_page(attacked.url, key=attacked.key)
     settled(page)
     page.evaluate("text => { document.querySelector('main').innerHTML = text; }", hostile("planted"))
-    page.wait_for_function("document.images[0].complete")
+    page.wait_for_function("() => document.images[0].complete")
     found = page.evaluate(INJECTED)
     assert found == CLEAN | {"scripts": 3, "images": 1, "bold": 1, "handlers": 1}
 

@@ -79,6 +79,12 @@ def test_checkpoints_are_listed_and_searched(keyed, carol, saved, open_page):
     expect(page.get_by_role("status").filter(has_text="checkpoints")).to_contain_text("1 of 4 checkpoints")
     search.fill("no such thing")
     expect(page.get_by_text("Nothing matches.")).to_be_visible()
+    name = page.evaluate(
+        "fetch('/api/v1/checkpoints', { headers: { 'x-api-key': localStorage['lorimer.key'] } })"
+        ".then((answer) => answer.json()).then((found) => found.checkpoints[0].run_name)"
+    )
+    search.fill(f"{name} best")
+    expect(rows).to_have_count(1)
     search.fill("")
     page.get_by_label("Kind").select_option("training")
     expect(rows).to_have_count(1)
@@ -141,7 +147,9 @@ def test_sessions_show_tags_runs_and_heartbeats_and_a_trace_that_opens(keyed, ca
     names = [event["name"] for event in trace["traceEvents"]]
     assert names.count("optim_step") == STEPS
     assert download.value.suggested_filename == f"{session_id}.json"
-    page.get_by_role("link", name=run.model_id).click()
+    told = {"x-api-key": carol}
+    name = httpx.get(f"{keyed.url}/api/v1/runs/{quote(run.model_id)}", headers=told).json()["name"]
+    page.get_by_role("link", name=name, exact=True).click()
     expect(page).to_have_url(f"{keyed.url}/console/runs/{quote(run.model_id, safe='')}")
 
 

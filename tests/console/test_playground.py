@@ -63,7 +63,8 @@ def test_an_answer_streams_in_shaded_tokens_with_their_alternatives(keyed, open_
     page.evaluate(GROWTH)
     answer = ask(page, "Tell me a story about a dog.")
     sizes = page.evaluate("sizes")
-    assert sizes == sorted(sizes) and len(set(sizes)) > 3, "tokens are shown while they come"
+    assert sizes == sorted(sizes)
+    assert any(0 < size < sizes[-1] for size in sizes), "tokens are shown while they come"
     tokens = answer.locator(".tokens .token")
     shades = {re.search(r"\bp(\d)\b", tokens.nth(i).get_attribute("class"))[1] for i in range(tokens.count())}
     assert len(shades) > 1, "likely and unlikely tokens look different"

@@ -59,6 +59,7 @@ def test_points_stand_where_their_values_are(server, open_page, runs):
 def test_the_fields_are_chosen_on_the_page_and_kept_in_the_address(server, open_page, runs):
     page = open_page(server.url, f"/console/runs?q=tag={TAG}")
     page.get_by_role("button", name="Scatter").click()
+    expect(page.get_by_label("Y", exact=True)).not_to_have_value("")
     page.get_by_label("X", exact=True).select_option("config.kind")  # a text
     page.get_by_label("Y", exact=True).select_option("max.score")
     expect(page.locator(".scatter a")).to_have_count(4)

@@ -13,7 +13,7 @@ def test_the_system_is_drawn_over_time(server, open_page):
         "() => Number(document.querySelector(\"[data-kind='cpu']\").dataset.points.split(' ')[0]) >= 2"
     )
     cpu = page.locator(".chart[data-kind='cpu']")
-    expect(cpu.locator(".run-legend")).to_contain_text("machine")
+    expect(cpu.locator(".chart-values")).to_contain_text("machine")
     assert all(0 <= float(value) <= 100 for value in cpu.get_attribute("data-last").split())
     page.get_by_label("Range").select_option("week")
     page.wait_for_url(re.compile("range=week"))

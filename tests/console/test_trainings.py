@@ -64,6 +64,23 @@ def test_a_wrong_setting_is_told(server, open_page, sums):
     expect(page.locator("tr[data-row]").first).to_contain_text("failed")
 
 
+def test_a_recipe_is_started(server, open_page):
+    page = open_page(server.url, "/console/trainings")
+    page.get_by_label("Kind", exact=True).select_option(label="recipe sl_loop")
+    expect(page.get_by_label("Rows to train on")).to_be_hidden()
+    expect(page.get_by_role("button", name="Dry run")).to_be_hidden()
+    page.get_by_label("steps", exact=True).fill("0")
+    page.get_by_role("button", name="Start", exact=True).click()
+    row = page.locator("tr[data-row]").first
+    expect(row).to_contain_text("Invalid value for '--steps'")
+    page.get_by_label("steps", exact=True).fill("500")
+    page.get_by_role("button", name="Start", exact=True).click()
+    expect(row).to_contain_text("running")
+    expect(page.locator("[data-training]")).to_contain_text("step 1")
+    row.get_by_role("button", name="Stop").click()
+    expect(row).to_contain_text("stopped")
+
+
 def test_a_server_with_keys_says_why_not(keyed, open_page):
     page = open_page(keyed.url, "/console/trainings", key=keyed.key)
     expect(page.get_by_text("This server starts no trainings.")).to_be_visible()

@@ -43,6 +43,7 @@ export class MetricChart {
     this.isVisible = false;
     this.isStale = false;
     this.isExpanded = false;
+    this.isLabelled = false;
     this.values = h("div", { class: "chart-values" });
     this.canvas = h("div", { class: "chart-canvas", role: "img" });
     this.origin = h("span");
@@ -332,11 +333,11 @@ export class MetricChart {
     const nodes = this.lines.map((line) => {
       const value = x === undefined ? lastOf(line.columns[1]) : valueAt(line.columns, x);
       const text = `${this.format(value)}${deviation(line, x)}`;
-      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), text);
+      const node = h("span", { class: "chart-value", title: line.label }, h("i", null), this.isLabelled && h("span", { class: "muted" }, line.label), text);
       node.firstChild.style.background = colour(line.colour);
       return node;
     });
-    const gap = x === undefined ? this.firstGap() : undefined;
+    const gap = x === undefined && !this.isLabelled ? this.firstGap() : undefined;
     const notes = [
       x !== undefined && this.place(x),
       gap !== undefined && `first not finite at ${this.place(gap)}`,

@@ -2,10 +2,20 @@
 // by the page of a run and the page of checkpoints.
 
 import { del, get, part, post, put, downloadSigned } from "./api.js";
-import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, runLink, short, table, toast } from "./dom.js";
+import { ago, badge, button, bytes, confirmDialog, copyButton, formDialog, h, iconLabel, runLink } from "./dom.js";
+import { short, table, toast } from "./dom.js";
 import { scoreTags } from "./scores.js";
 
 const KINDS = { training: "training state", sampler: "sampler", external: "export" };
+const ICONS = {
+  "Copy path": "M9 9h11v12H9zM5 15H4V3h11v2",
+  Try: "M4 5h16v11H9l-5 4z",
+  Download: "M12 4v11M7 11l5 5 5-5M4 20h16",
+  Publish: "M12 16V4M7 9l5-5 5 5M4 14v6h16v-6",
+  Unpublish: "M6 11h12v9H6zM9 11V7a3 3 0 0 1 6 0v4",
+  Lifetime: "M12 4a8 8 0 1 0 0 16 8 8 0 0 0 0-16zM12 8v5l3 2",
+  Delete: "M4 7h16M9 7V4h6v3M6 7l1 13h10l1-13",
+};
 export const LIFETIMES = [
   ["", "keep for ever"],
   ["3600", "one hour from now"],
@@ -44,10 +54,9 @@ export function checkpointTable(checkpoints, { changed, withRun, isOwn, scores, 
     withRun && {
       label: "Run",
       head: head("Run", "run"),
-      class: "tight",
       value: (c) => runLink(partsOf(c.tinker_path).run, c.run_name),
     },
-    { label: "Step", number: true, value: (c) => short(c.step) },
+    { label: "Step", head: head("Step", "step", true), number: true, value: (c) => short(c.step) },
     metric && { label: metric.name, head: head(metric.name, "metric"), number: true, value: metric.value },
     {
       label: "Kind",
@@ -78,20 +87,22 @@ function metadata(checkpoint) {
 
 /** Build the buttons of one checkpoint; only its owner gets those that change it. */
 export function checkpointActions(checkpoint, changed, isOwn = true) {
-  const act = (label, work, attrs) => button(label, () => attempt(work, changed), { class: "quiet small", ...attrs });
+  const act = (label, work, attrs) =>
+    button(iconLabel(ICONS[label], label), () => attempt(work, changed), { class: "quiet small", title: label, ...attrs });
   const isSampler = checkpoint.checkpoint_type === "sampler";
   return h(
     "div",
     { class: "row" },
-    copyButton(checkpoint.tinker_path, "Copy path"),
+    copyButton(checkpoint.tinker_path, "Copy path", ICONS["Copy path"]),
     isSampler &&
       h(
         "a",
         {
           class: "button quiet small",
+          title: "Try in the playground",
           href: `/console/playground?mode=checkpoint&checkpoint=${part(checkpoint.tinker_path)}`,
         },
-        "Try",
+        iconLabel(ICONS.Try, "Try"),
       ),
     act("Download", () => download(checkpoint)),
     isOwn && act(checkpoint.public ? "Unpublish" : "Publish", () => publish(checkpoint)),

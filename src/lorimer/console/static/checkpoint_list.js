@@ -4,10 +4,19 @@
 import { bulkActions } from "./checkpoint_bulk.js";
 import { checkpointTable, partsOf } from "./checkpoint_actions.js";
 import { metricNames, valuesAt } from "./checkpoint_metrics.js";
-import { bytes, choice, h, moment, replace, short, sortButton, toast } from "./dom.js";
+import { bytes, choice, h, moment, replace, short, sortButton, sortChoice, toast } from "./dom.js";
 import { redraw } from "./redraw.js";
 
 const DEFAULT_SORT = "-saved";
+const SORTED = [
+  ["Saved", "saved"],
+  ["Checkpoint", "name"],
+  ["Run", "run"],
+  ["Step", "step"],
+  ["Kind", "kind"],
+  ["Size", "size"],
+  ["Ends", "ends"],
+];
 
 /**
  * The list. `state` is `{sort, metric}`, and `onstate` is called with what the user changes of it; `changed` reloads after
@@ -21,7 +30,8 @@ export class CheckpointList {
     this.#signal = signal;
     this.#options = { withRun, isOwn, changed };
     this.#runId = runId;
-    this.node = h("div", { class: "checkpoint-list" }, h("div", { class: "row" }, this.#metrics, this.#bar), this.#table);
+    const controls = h("div", { class: "row" }, this.#metrics, this.#sorts, this.#bar);
+    this.node = h("div", { class: "checkpoint-list" }, controls, this.#table);
     if (isOwn) this.#loadNames();
   }
 
@@ -38,6 +48,7 @@ export class CheckpointList {
   #values = new Map();
   #valuesFor = "";
   #metrics = h("span");
+  #sorts = h("span");
   #bar = h("div", { class: "row bulk", role: "group", "aria-label": "Chosen checkpoints" });
   #table = h("div");
 
@@ -54,13 +65,19 @@ export class CheckpointList {
 
   // ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
+  /** Offer the names of metrics, and again when the choice is about to be opened: runs may have reported others since. */
   async #loadNames() {
     try {
-      const names = await metricNames(this.#signal);
       const { metric } = this.#state;
-      const pairs = [["", "no metric"], ...names.map((name) => [name, name])];
-      if (metric && !names.includes(metric)) pairs.push([metric, metric]);
-      replace(this.#metrics, choice("Metric beside each checkpoint", pairs, metric, (value) => this.#change({ metric: value })));
+      const names = new Set([...(await metricNames(this.#signal)), ...(metric ? [metric] : [])]);
+      let select = this.#metrics.firstElementChild;
+      if (!select) {
+        select = choice("Metric beside each checkpoint", [["", "no metric"]], "", (value) => this.#change({ metric: value }));
+        select.addEventListener("focus", () => this.#loadNames());
+        replace(this.#metrics, select);
+      }
+      for (const { value } of select.options) names.delete(value);
+      select.append(...[...names].map((name) => h("option", { value: name, selected: name === metric }, name)));
     } catch (error) {
       if (!this.#signal.aborted && error.status !== 401) toast(error.message, "bad");
     }
@@ -96,7 +113,9 @@ export class CheckpointList {
     const shown = this.#shown;
     const head = (label, field, startsHigh) =>
       sortButton(label, field, this.#state.sort, startsHigh, (sort) => this.#change({ sort }));
-    const { metric } = this.#state;
+    const { metric, sort: current } = this.#state;
+    const fields = [...SORTED.filter(([, field]) => this.#options.withRun || field !== "run"), ...(metric ? [[metric, "metric"]] : [])];
+    redraw(this.#sorts, sortChoice(fields, current, (sort) => this.#change({ sort })));
     redraw(
       this.#table,
       checkpointTable(shown, {
@@ -125,6 +144,7 @@ export class CheckpointList {
     const keyOf = {
       name: (one) => partsOf(one.tinker_path).name,
       run: (one) => one.run_name || one.tinker_path,
+      step: (one) => one.step,
       kind: (one) => one.checkpoint_type,
       saved: (one) => moment(one.time).getTime(),
       size: (one) => one.size_bytes,

@@ -8,6 +8,8 @@ const STORED = "lorimer.conversation.";
 const IMAGE = /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/]+=*$/;
 const STATES = new Set(["done", "stopped", "failed", "edited"]);
 const MAX_DEPTH = 1000;
+const TAB = "lorimer.tab";
+const MAX_TABS = 8;
 
 export const isImage = (url) => typeof url === "string" && IMAGE.test(url);
 
@@ -25,16 +27,22 @@ export function fromDocument(found) {
   return { mode: found.mode, system: found.system, fork: unpackFork(found.fork, "fork", 0) };
 }
 
-/** Keep both conversations of a user in this browser, with less detail if there is no room. Return whether it worked. */
+/**
+ * Keep both conversations of a tab in this browser, with less detail if there is no room. Return whether it worked.
+ * Every tab has its own, so that none overwrites those of another; those of the tabs used last are kept.
+ */
 export function keep(user, conversations) {
   const used = conversations.filter(({ fork }) => fork.turns.length);
+  const own = nameOf(user, tabId());
   if (!used.length) {
-    localStorage.removeItem(STORED + user);
+    localStorage.removeItem(own);
     return true;
   }
+  for (const { name } of stored(user).filter((one) => one.name !== own).slice(MAX_TABS - 1)) localStorage.removeItem(name);
   for (const detail of [2, 1, 0]) {
     try {
-      localStorage.setItem(STORED + user, JSON.stringify(used.map((one) => toDocument(one, detail))));
+      const documents = used.map((one) => toDocument(one, detail));
+      localStorage.setItem(own, JSON.stringify({ at: Date.now(), conversations: documents }));
       return true;
     } catch (error) {
       if (error.name !== "QuotaExceededError") throw error;
@@ -43,14 +51,57 @@ export function keep(user, conversations) {
   return false;
 }
 
-/** Return the conversations that `keep` stored, or none if what is stored cannot be read. */
+/** Return the conversations that `keep` stored for this tab; a new tab begins with a copy of those used last. */
 export function recall(user) {
+  const isNew = !sessionStorage.getItem(TAB);
+  const found = stored(user);
+  const own = isNew ? found[0] : found.find(({ name }) => name === nameOf(user, tabId()));
   try {
-    return (JSON.parse(localStorage.getItem(STORED + user)) || []).map(fromDocument);
+    return (own?.conversations || []).map(fromDocument);
   } catch {
     return [];
   }
 }
+
+const nameOf = (user, tab) => `${STORED}${user}.${tab}`;
+
+/** Return what all tabs of a user have stored, the newest first. */
+function stored(user) {
+  return Object.keys(localStorage)
+    .filter((name) => name.startsWith(`${STORED}${user}.`) || name === STORED + user)
+    .map((name) => ({ name, ...parsed(localStorage.getItem(name)) }))
+    .sort((a, b) => b.at - a.at);
+}
+
+function parsed(text) {
+  try {
+    const found = JSON.parse(text);
+    return Array.isArray(found) ? { at: 0, conversations: found } : { at: Number(found.at) || 0, conversations: found.conversations };
+  } catch {
+    return { at: 0, conversations: [] };
+  }
+}
+
+/** Return the id of this tab, which outlives a reload. */
+function tabId() {
+  if (!sessionStorage.getItem(TAB)) sessionStorage.setItem(TAB, randomId());
+  return sessionStorage.getItem(TAB);
+}
+
+const randomId = () => Array.from(crypto.getRandomValues(new Uint32Array(2)), (one) => one.toString(36)).join("");
+
+/** A duplicated tab has a copy of the id: the tab that was there first says so, and the other is a new one. */
+function watchCopies() {
+  const page = randomId();
+  const channel = new BroadcastChannel("lorimer.tabs");
+  channel.onmessage = ({ data }) => {
+    if (data.taken === page) sessionStorage.removeItem(TAB);
+    else if (data.page && data.tab === sessionStorage.getItem(TAB)) channel.postMessage({ taken: data.page });
+  };
+  channel.postMessage({ page, tab: sessionStorage.getItem(TAB) });
+}
+
+watchCopies();
 
 /** Delete the conversations of every user; called when somebody signs out. */
 export function forgetAll() {

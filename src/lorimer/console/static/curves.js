@@ -122,11 +122,6 @@ export class Curves {
     }
   }
 
-  /** Return the last step of the run itself, or null. */
-  get lastStep() {
-    return this.runs[0].lastStep;
-  }
-
   // ── choices ───────────────────────────────────────────────────────────────────────────────────────
 
   choose(options, query) {

@@ -5,6 +5,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "indeterminate"]);
 const FORBIDDEN = new Set(["script", "iframe", "object", "embed", "base", "meta", "link", "style"]);
+const TICK = "M5 13l4 4L19 7";
 const LINK = /^(\/(?!\/)|[?#]|blob:)/;
 
 /** Create an element. `on*` attributes are listeners, null and false are skipped; children are nodes, text or lists. */
@@ -77,11 +78,15 @@ export function panel(heading, ...children) {
 
 /**
  * Build a table. Columns: `{label, head?, value(row), number?, wide?, class?}`, where `value` returns children of the
- * cell, and `head` replaces the label at the top. On a phone each row becomes a card with labels and values. `attrs(row)` returns attributes of the row.
+ * cell, and `head` replaces the label at the top. `attrs(row)` returns attributes of the row. On a phone each row becomes
+ * a card: a wide column at the beginning is its title, the others are below with their labels.
  */
 export function table(columns, rows, attrs) {
+  const title = columns.slice(0, 2).find((column) => column.wide);
   const cell = (column) =>
-    [column.number && "number", column.wide && "wide", column.class].filter(Boolean).join(" ") || null;
+    [column.number && "number", column.wide && "wide", column === title && "title", column.class]
+      .filter(Boolean)
+      .join(" ") || null;
   return h(
     "div",
     { class: "table" },
@@ -121,6 +126,17 @@ export function sortButton(label, field, sort, startsHigh, onsort) {
   const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
   const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
   return button(label + mark, () => onsort(next), { class: "sort", title: `Sort by ${label.toLowerCase()}` });
+}
+
+/** Build a list of what to sort by, `[label, field]`, for phones, where the headings of a table are not shown. */
+export function sortChoice(fields, sort, onsort) {
+  const pairs = fields.flatMap(([label, field]) => [
+    [field, `${label} ↑`],
+    [`-${field}`, `${label} ↓`],
+  ]);
+  const node = choice("Sort", pairs, sort, onsort);
+  node.classList.add("sort-choice");
+  return node;
 }
 
 /** Build an empty state: what is missing, what to do next, and a command to copy. */
@@ -173,14 +189,21 @@ export function choice(label, pairs, chosen, onValue) {
   );
 }
 
-/** Build a button that copies a text to the clipboard and confirms it. */
-export function copyButton(text, label = "Copy") {
+/** Build the content of a button: an icon with a label, which lists show to screen readers only. */
+export function iconLabel(path, label) {
+  const drawing = svg("svg", { viewBox: "0 0 24 24", "aria-hidden": "true", class: "icon" }, svg("path", { d: path }));
+  return [drawing, h("span", { class: "icon-label" }, label)];
+}
+
+/** Build a button that copies a text to the clipboard and confirms it; with an icon, that turns into a tick. */
+export function copyButton(text, label = "Copy", icon = null) {
+  const content = () => (icon ? iconLabel(icon, label) : label);
   const node = button(
-    label,
+    content(),
     async () => {
       await copy(text);
-      node.textContent = "Copied";
-      setTimeout(() => (node.textContent = label), 1200);
+      replace(node, icon ? iconLabel(TICK, "Copied") : "Copied");
+      setTimeout(() => replace(node, content()), 1200);
     },
     { class: "quiet small", title: `Copy ${text.length > 200 ? "the text" : text}` },
   );
@@ -303,8 +326,8 @@ export async function confirmDialog({ title, text, action = "Continue", danger =
 }
 
 /**
- * Show a dialog with fields `{name, label, value?, type?, options?: [[value, text]], hint?, required?}`. Return an
- * object of values by name, or null if it was cancelled.
+ * Show a dialog with fields `{name, label, value?, type?, options?: [[value, text]], names?, hint?, required?}`. Return an
+ * object of values by name, or null if it was cancelled. A field with `names` is a list of them, separated by commas.
  */
 export function formDialog({ title, text, fields, action = "Save", danger = false }) {
   return new Promise((resolve) => {
@@ -318,9 +341,10 @@ export function formDialog({ title, text, fields, action = "Save", danger = fals
       },
       h("h2", { id: "dialog-title" }, title),
       text && h("p", null, text),
-      inputs.map(([field, input]) =>
+      inputs.map(([field, input]) => [
         h("label", { class: "field" }, h("span", null, field.label), input, field.hint && h("small", null, field.hint)),
-      ),
+        field.names && offeredNames(input, field.names),
+      ]),
       h(
         "div",
         { class: "dialog-actions" },
@@ -336,6 +360,35 @@ export function formDialog({ title, text, fields, action = "Save", danger = fals
     document.body.append(dialog);
     dialog.showModal();
   });
+}
+
+const MAX_OFFERED = 14;
+
+/** Offer names for a field that lists some, those first that contain its last word; a click adds or removes one. */
+function offeredNames(input, names) {
+  const list = h("div", { class: "row offered-names", role: "group", "aria-label": "Names to choose from" });
+  const words = () => input.value.split(",").map((word) => word.trim());
+  const toggle = (name) => {
+    const chosen = words().filter((word) => word && names.includes(word));
+    input.value = (chosen.includes(name) ? chosen.filter((word) => word !== name) : [...chosen, name]).join(", ");
+    draw();
+  };
+  const draw = () => {
+    const chosen = words();
+    const typed = names.includes(chosen.at(-1)) ? "" : chosen.at(-1);
+    const found = names.filter((name) => chosen.includes(name) || name.toLowerCase().includes(typed.toLowerCase()));
+    const shown = found.sort((a, b) => chosen.includes(b) - chosen.includes(a)).slice(0, MAX_OFFERED);
+    replace(
+      list,
+      shown.map((name) =>
+        button(name, () => toggle(name), { class: "small", "aria-pressed": String(chosen.includes(name)) }),
+      ),
+      found.length > shown.length && h("small", null, `and ${found.length - shown.length} more: type a part of a name`),
+    );
+  };
+  input.addEventListener("input", draw);
+  draw();
+  return list;
 }
 
 function control({ name, value = "", type = "text", options, required = false }) {

@@ -39,12 +39,12 @@ export function runActions(run, changed, gone) {
     if (isSure) await act(async () => (await del(pathOf(run)), gone()));
   };
   return [
-    button("Edit", edit, { class: "small" }),
+    button("Edit", edit, { class: "quiet small" }),
     button(run.is_archived ? "Unarchive" : "Archive", () => patch({ is_archived: !run.is_archived }), {
       class: "quiet small",
     }),
     button("Delete run", remove, {
-      class: "quiet small",
+      class: "quiet small danger",
       disabled: run.status === "running",
       title: run.status === "running" ? "A run that is running cannot be deleted" : null,
     }),

@@ -22,8 +22,6 @@ export class RunMetrics {
     this.detail = null;
     this.wanted = null;
     this.firstTime = null;
-    /** The maximum step of any series. */
-    this.lastStep = null;
     this.cursor = null;
     /** Whether there are further pages to fetch. */
     this.hasMore = false;
@@ -43,14 +41,11 @@ export class RunMetrics {
     if (answer.is_restarted) {
       // The run was resumed: its new part supersedes points that were read before.
       for (const key of this.series.keys()) changed.add(key);
-      Object.assign(this, { series: new Map(), detail: null, wanted: null, firstTime: null, lastStep: null });
+      Object.assign(this, { series: new Map(), detail: null, wanted: null, firstTime: null });
     }
     for (const one of answer.series) changed.add(put(this.series, one, MAX_POINTS));
     for (const { points } of answer.series) {
-      for (const [step, time] of points) {
-        if (this.firstTime === null || time < this.firstTime) this.firstTime = time;
-        if (this.lastStep === null || step > this.lastStep) this.lastStep = step;
-      }
+      for (const [, time] of points) if (this.firstTime === null || time < this.firstTime) this.firstTime = time;
     }
     for (const detail of [this.detail, this.wanted].filter(Boolean)) {
       for (const one of answer.series) {

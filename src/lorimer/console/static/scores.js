@@ -42,7 +42,7 @@ export function scoresByModel(evaluations) {
 
 /** Show the value as a percentage if it is a share, else as a number. */
 export function valueText(one) {
-  return isShare(one) ? `${(100 * one.value).toFixed(1)} %` : short(one.value);
+  return isShare(one) ? `${(100 * one.value).toFixed(1)}\u00a0%` : short(one.value);
 }
 
 export function intervalText(one) {

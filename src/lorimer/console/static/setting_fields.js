@@ -11,6 +11,8 @@ const FIRST = [
   "epochs",
   "max_steps",
   "num_steps",
+  "sft_steps",
+  "steps",
   "group_size",
   "max_length",
   "train_on",
@@ -32,7 +34,7 @@ export function settingFields(schema) {
       "div",
       { class: "spaced" },
       h("div", { class: "setting-fields" }, first.map((name) => fields.get(name).node)),
-      h(
+      rest.length > 0 && h(
         "details",
         null,
         h("summary", null, `${rest.length} more settings`),
@@ -62,8 +64,9 @@ function field(schema, name) {
   const hint = initial === undefined ? (isNeeded ? "needed" : "") : String(initial);
   let input;
   if (type === "enum" || type === "boolean") {
-    const options = (values || [true, false]).map((value) => [String(value), String(value)]);
-    const none = isNeeded ? [] : [["", hint ? `${hint} (default)` : "–"]];
+    const others = (values || [true, false]).map(String).filter((value) => isNeeded || value !== hint);
+    const options = others.map((value) => [value, value]);
+    const none = isNeeded ? [] : [["", hint || "–"]];
     input = choice(label, [...none, ...options], "", () => {});
   } else {
     const isNumber = type === "number" || type === "integer";

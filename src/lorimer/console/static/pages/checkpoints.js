@@ -18,6 +18,7 @@ import {
   panel,
   replace,
   runLink,
+  short,
   searchBox,
   table,
 } from "../dom.js";
@@ -79,7 +80,7 @@ async function renderAll(root, { query, signal, live, setQuery }) {
   const state = { sort: query.get("sort"), metric: query.get("metric") };
   const list = new CheckpointList({ state, onstate: setQuery, changed, signal, withRun: true });
   const head = pageHead("Checkpoints");
-  root.append(head, panel(null, filters(filter, choose), summary, list.node, nothingFound, rest));
+  root.append(head, panel(null, filters(filter, choose, summary), list.node, nothingFound, rest));
   await live(load, 10);
 }
 
@@ -95,7 +96,7 @@ async function loadAll(signal) {
   return { checkpoints, total };
 }
 
-function filters(filter, choose) {
+function filters(filter, choose, summary) {
   const kinds = [
     ["", "every kind"],
     ["sampler", "sampler"],
@@ -108,6 +109,7 @@ function filters(filter, choose) {
     { class: "row" },
     searchBox("Search checkpoints", "Search name, run, metadata", filter.text, (text) => choose({ text })),
     choice("Kind", kinds, filter.kind, (kind) => choose({ kind })),
+    summary,
   );
 }
 
@@ -115,7 +117,7 @@ function filters(filter, choose) {
 function matches(checkpoint, { text, kind }) {
   if (kind && (kind === "public" ? !checkpoint.public : checkpoint.checkpoint_type !== kind)) return false;
   const metadata = Object.entries(checkpoint.user_metadata || {}).map(([name, value]) => `${name}: ${value}`);
-  const searched = [checkpoint.tinker_path, ...metadata].join("\n").toLowerCase();
+  const searched = [checkpoint.tinker_path, checkpoint.run_name || "", ...metadata].join("\n").toLowerCase();
   return text
     .toLowerCase()
     .split(/\s+/)
@@ -161,7 +163,8 @@ function details(checkpoint, run, isOwn, changed) {
       "Checkpoint",
       h("div", { class: "row" }, h("code", null, checkpoint.tinker_path), copyButton(checkpoint.tinker_path)),
       facts([
-        ["Run", runLink(run.training_run_id)],
+        ["Run", runLink(run.run_id || run.training_run_id, run.run_name)],
+        ["Step", typeof checkpoint.step === "number" ? short(checkpoint.step) : null],
         ["Base model", run.base_model],
         [run.is_lora ? "LoRA rank" : "Method", run.is_lora ? run.lora_rank : "full"],
         [

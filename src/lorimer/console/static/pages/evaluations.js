@@ -66,8 +66,7 @@ export async function render(root, { query, signal, live, setQuery }) {
     pageHead(title),
     panel(
       null,
-      h("div", { class: "row" }, searchBox("Search evaluations", "Search run, model, task", state.text, search)),
-      parts.summary,
+      h("div", { class: "row" }, searchBox("Search evaluations", "Search run, model, task", state.text, search), parts.summary),
       parts.list,
       h("p", { class: "muted" }, LEGEND),
     ),
@@ -135,7 +134,7 @@ function scoreTable(rows, columns, chosen, choose) {
     });
   return table(
     [
-      { label: "Compare", class: "tight", value: box },
+      { label: "", head: h("span", { class: "offscreen" }, "Compare"), class: "choose", value: box },
       { label: "Model", wide: true, value: (row) => h("div", { class: "score-model" }, modelName(row.first)) },
       ...columns.map((column) => ({
         label: `${column.first.task}, ${column.first.metric}, ${settingsText(column.first)}`,
@@ -166,8 +165,7 @@ function scoreCell(one, best) {
   return h(
     "div",
     { class: "score", title: tested },
-    h("b", null, valueText(one)),
-    one.value === best && badge("ok", "best"),
+    h("span", { class: "score-value" }, one.value === best && badge("ok", "best"), h("b", null, valueText(one))),
     h("small", { class: "muted" }, intervalText(one)),
     passes.length > 0 && h("small", { class: "muted" }, passes.join(", ")),
   );

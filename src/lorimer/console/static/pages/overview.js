@@ -6,11 +6,13 @@ import { ago, badge, bytes, empty, h, pageHead, panel, replace, runLink, short, 
 import { errorTable } from "../error_table.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
+import { progress, statusBadge } from "./runs.js";
 
 export const title = "Overview";
 
 const SECONDS = 2;
 const MAX_SAMPLES = 90;
+const NUM_RUNS = 5;
 const STATES = { ready: "ok", starting: "busy", failed: "bad" };
 
 /** Tokens per second by model and kind, polled since the page was opened. */
@@ -22,23 +24,27 @@ export async function render(root, { live, signal }) {
     models: h("div", { class: "models" }),
     queue: h("div"),
     errors: h("div"),
+    runs: h("div"),
     start: h("div"),
   };
   parts.drawQueue = whenChanged((queue) => redraw(parts.queue, queueTable(queue)));
+  parts.drawRuns = whenChanged((runs) => redraw(parts.runs, runs.length ? runTable(runs) : empty("No run yet.")));
   parts.drawErrors = whenChanged((errors) => redraw(parts.errors, errorTable(errors)));
   await live(async () => {
     const [overview, runs] = await Promise.all([
       get("/api/v1/overview", null, signal),
-      get("/api/v1/training_runs", { limit: 1 }, signal),
+      get("/api/v1/runs", { sort: "-created", archived: "any", limit: NUM_RUNS }, signal),
     ]);
-    draw(parts, overview, runs.cursor.total_count);
+    draw(parts, overview, runs.total_count);
+    parts.drawRuns(runs.runs);
     if (!parts.queue.isConnected) {
       replace(
         root,
         pageHead(title, parts.summary),
         parts.models,
         parts.start,
-        h("div", { class: "columns" }, panel("Queue", parts.queue), panel("Recent errors", parts.errors)),
+        h("div", { class: "columns" }, panel("Recent runs", parts.runs), panel("Queue", parts.queue)),
+        panel("Recent errors", parts.errors),
       );
     }
   }, SECONDS);
@@ -118,12 +124,23 @@ function figure(value, label, note) {
   return h("div", { class: "reading" }, h("b", null, value), h("small", null, label), note && h("small", null, note));
 }
 
+function runTable(runs) {
+  const columns = [
+    { label: "Run", wide: true, value: (run) => runLink(run.run_id, run.name) },
+    { label: "Status", class: "tight", value: statusBadge },
+    { label: "Steps", number: true, value: progress },
+    { label: "Created", class: "tight", value: (run) => ago(run.created_at) },
+  ];
+  return table(columns, runs, (run) => ({ "data-row": run.run_id }));
+}
+
 function queueTable(queue) {
   if (!queue.length)
     return empty("Nothing waits.", "Requests of all runs and samples appear here while they are queued or running.");
+  const hasOthers = new Set(queue.map((row) => row.user)).size > 1;
   return table(
     [
-      { label: "User", value: (row) => row.user },
+      hasOthers && { label: "User", value: (row) => row.user },
       {
         label: "Run",
         class: "tight",
@@ -132,7 +149,7 @@ function queueTable(queue) {
       { label: "Kind", class: "tight", value: (row) => row.kind },
       { label: "Requests", number: true, value: (row) => short(row.num_requests) },
       { label: "Tokens", number: true, value: (row) => short(row.num_tokens) },
-    ],
+    ].filter(Boolean),
     queue,
     (row) => ({ "data-row": `${row.user} ${row.run_id} ${row.kind}` }),
   );

@@ -39,7 +39,7 @@ class PromptSets {
     this.#signal = signal;
     this.#sets = loadSets(memory.user);
     root.append(
-      pageHead("Prompt sets", h("a", { class: "button quiet", href: "/console/playground" }, "Playground")),
+      pageHead("Prompt sets", h("a", { href: "/console/playground" }, "To the playground")),
       h("div", { class: "prompt-set-forms" }, panel("Set", this.#setForm()), panel("Run", this.#runForm())),
       panel("Answers", this.#results),
     );

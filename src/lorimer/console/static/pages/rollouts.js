@@ -242,9 +242,11 @@ class Viewer {
     if (!this.listed.length) return replace(this.list, empty("No rollout matches."));
     const isGrouped = this.step !== null && this.chosen.sort === "step" && this.listed.some((one) => one.group);
     const groupOf = (one) => JSON.stringify([one.kind, one.split, one.group]);
+    const isSame = (one, other) => other !== undefined && groupOf(one) === groupOf(other);
     const items = this.listed.flatMap((one, i) => {
-      const isNew = isGrouped && (!i || groupOf(one) !== groupOf(this.listed[i - 1]));
-      return [isNew && this.groupHead(one), this.item(one, isGrouped)];
+      const isNew = isGrouped && !isSame(one, this.listed[i - 1]);
+      const isAlone = isNew && !isSame(one, this.listed[i + 1]); // needs no heading of its own
+      return [isNew && !isAlone && this.groupHead(one), this.item(one, isGrouped && !isAlone, isAlone)];
     });
     const rest = this.total - this.listed.length;
     return replace(
@@ -264,13 +266,14 @@ class Viewer {
     );
   }
 
-  item(one, isGrouped) {
+  item(one, isGrouped, isAlone) {
     const isOpen = String(one.rollout_id) === this.chosen.rollout;
     const said = [
       this.step === null && `step ${short(one.step)}`,
-      one.split !== "train" && !isGrouped && one.split,
-      one.group && !isGrouped && `group ${one.group}`,
-      `#${one.number}`,
+      isAlone && (one.kind === "sample" ? `${one.split} ${one.group}` : `group ${one.group}`),
+      one.split !== "train" && !isGrouped && !isAlone && one.split,
+      one.group && !isGrouped && !isAlone && `group ${one.group}`,
+      !isAlone && `#${one.number}`,
       one.num_tokens !== null && `${short(one.num_tokens)} tokens`,
       one.num_turns > 2 && `${one.num_turns} turns`,
     ];
@@ -296,6 +299,7 @@ class Viewer {
           one.stop_reason && one.stop_reason !== "stop" && badge("warn", one.stop_reason),
           one.has_errors && badge("bad", "error"),
         ),
+        isAlone && h("span", { class: "muted rollout-asked", title: one.prompt }, question(one.prompt)),
         h("span", { class: "rollout-answer" }, one.answer || "(nothing)"),
       ),
     );
@@ -349,8 +353,7 @@ class Viewer {
       go(1, "Next rollout", "›"),
       h("span", { class: "row" }, tab("", "Rollout"), one.group && tab("group", "Group"), tab("diff", "Other steps")),
       this.chosen.view !== "diff" && choice("Shading", SHADES, this.chosen.shade, (shade) => this.choose({ shade })),
-      copyButton(location.href, "Copy link"),
-      this.closing(),
+      h("span", { class: "row closing" }, copyButton(location.href, "Copy link"), this.closing()),
     );
   }
 

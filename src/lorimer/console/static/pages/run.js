@@ -129,14 +129,12 @@ async function refresh(view) {
   const checkpoints = saved.flatMap((one) => one.checkpoints).sort((a, b) => moment(b.time) - moment(a.time));
   view.curves?.setMarks(marksOf(view.tracked, checkpoints));
   const found = operations?.operations || [];
-  const step = view.curves?.lastStep ?? null;
   const numQueued = found.filter((one) => one.state === "queued").length;
   replace(
     view.state,
     view.tracked && statusBadge(view.tracked),
     run.corrupted && badge("bad", "damaged"),
     numQueued > 0 && badge("busy", `${short(numQueued)} queued`),
-    step !== null && h("span", { class: "muted" }, `step ${short(step)}`),
   );
   view.drawFacts({ ...run, config: view.tracked?.config ?? {} });
   if (view.tracked) view.drawRun(view.tracked);
@@ -204,7 +202,7 @@ function factsOf(run, session, account) {
 
 function sessionLink(runId, session) {
   const id = sessionOf(runId);
-  return h("a", { href: `/console/sessions/${part(id)}` }, session.display_name || id);
+  return h("a", { class: "run-id", href: `/console/sessions/${part(id)}`, title: id }, session.display_name || id);
 }
 
 const noCheckpoints = () => empty("No checkpoint yet.", "Save one from the program that trains:", saveProgram());

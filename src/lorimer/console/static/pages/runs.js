@@ -3,7 +3,7 @@
 
 import { get, part } from "../api.js";
 import { ago, badge, button, choice, empty, formDialog, h, pageHead, panel, replace, runLink, searchBox } from "../dom.js";
-import { short, shortRun, sortButton, span, table } from "../dom.js";
+import { short, shortRun, sortButton, sortChoice, span, table } from "../dom.js";
 import { officialEnvironment, trainingProgram } from "../getting_started.js";
 import { redraw, whenChanged } from "../redraw.js";
 import { Scatter } from "../scatter.js";
@@ -47,6 +47,7 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
   state.onChosen = () => plot.draw();
   const draw = () => {
     plot.draw();
+    drawSorts([state.columns, state.sort]);
     drawChanged([state.runs, state.total, state.groups, [...state.open], state.columns, state.sort, state.problem]);
   };
   const reload = async () => {
@@ -54,6 +55,7 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
     replace(grouping, groupChoice(state, change));
     draw();
   };
+  const drawSorts = whenChanged(() => redraw(sorting, sortChoice(sortFields(state), state.sort, (sort) => setSort(change, sort))));
   const change = async (values, names) => {
     Object.assign(state, values);
     if (names) setQuery(names);
@@ -62,7 +64,7 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
   let typing;
   const search = searchBox(
     "Search runs by name, id, model, tag, metadata, or conditions such as config.rank>8",
-    "kettle status=failed config.rank>8",
+    "Search, or status=failed",
     state.search,
     (text) => {
       clearTimeout(typing);
@@ -72,12 +74,13 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
   const archived = choice("Archived runs", ARCHIVED, state.archived, (value) =>
     change({ archived: value }, { archived: value === "no" ? null : value }),
   );
+  const sorting = h("span");
   const columns = button("Columns", () => chooseColumns(state, change), { class: "quiet" });
   await live(async () => {
     await load(state, signal);
     if (!list.isConnected) {
       replace(grouping, groupChoice(state, change));
-      replace(root, pageHead(title, search, grouping, archived, columns, plot.toggle, compare), plot.element, panel(null, list));
+      replace(root, pageHead(title, search, grouping, archived, sorting, columns, plot.toggle, compare), plot.element, panel(null, list));
     }
     draw();
   }, SECONDS);
@@ -156,7 +159,8 @@ async function chooseColumns(state, change) {
         name: "columns",
         label: "Fields to show",
         value: state.columns.join(", "),
-        hint: `Separated by commas: ${names.slice(0, 6).join(", ") || "no run has a configuration or metrics yet"}${names.length > 6 ? " …" : ""}`,
+        hint: names.length ? "Separated by commas; choose below, or type a part of a name." : "No run has a configuration or metrics yet.",
+        names,
       },
     ],
   });
@@ -215,10 +219,14 @@ function plotPanel(state, setQuery, reload) {
   };
 }
 
+// What a run is judged by, the best first: held-out measures, then the reward or the loss of training.
+const MEASURED = [/^test\/(accuracy|nll)/, /^test\/.*(accuracy|reward)/, /reward\/total$|^reward$/, /nll|loss|reward/];
+
 /** Return what a scatter plot shows first: a field of the configuration against the last value of a metric. */
 function firstFields({ plot, fields }) {
-  const x = plot.x || (fields.config.length ? `config.${fields.config[0]}` : "created");
-  const measured = fields.metrics.find((name) => /reward|nll|loss/.test(name)) ?? fields.metrics[0];
+  const told = ["learning_rate", "rank", "batch_size"].find((name) => fields.config.includes(name)) ?? fields.config[0];
+  const x = plot.x || (told ? `config.${told}` : "steps");
+  const measured = MEASURED.map((form) => fields.metrics.find((name) => form.test(name))).find(Boolean) ?? fields.metrics[0];
   return { x, y: plot.y || (measured ? `last.${measured}` : "duration") };
 }
 
@@ -316,6 +324,18 @@ function nothing(state) {
   ];
 }
 
+const setSort = (change, sort) => change({ sort }, { sort: sort === "-created" ? null : sort });
+
+const sortFields = (state) => [
+  ["Created", "created"],
+  ["Run", "name"],
+  ["Status", "status"],
+  ["Steps", "steps"],
+  ["Base model", "base_model"],
+  ["Duration", "duration"],
+  ...state.columns.map((name) => [name, name]),
+];
+
 function runTable(runs, state, compare, change) {
   const tick = (run) => {
     const box = h("input", {
@@ -332,13 +352,13 @@ function runTable(runs, state, compare, change) {
     });
     return box;
   };
-  const onsort = (sort) => change({ sort }, { sort: sort === "-created" ? null : sort });
+  const onsort = (sort) => setSort(change, sort);
   const startsHigh = (field) => ["created", "duration", "steps"].includes(field) || field.startsWith("max.");
   const head = (label, field) => sortButton(label, field, state.sort, startsHigh(field), onsort);
   const sorted = (label, field, more) => ({ label, head: head(label, field), ...more });
   return table(
     [
-      { label: "Compare", class: "tight", value: tick },
+      { label: "", head: h("span", { class: "offscreen" }, "Compare"), class: "choose", value: tick },
       sorted("Run", "name", { wide: true, value: nameOf }),
       sorted("Status", "status", { class: "tight", value: statusBadge }),
       sorted("Steps", "steps", { number: true, value: progress }),

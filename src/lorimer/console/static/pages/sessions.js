@@ -16,6 +16,7 @@ import {
   moment,
   pageHead,
   panel,
+  replace,
   runLink,
   searchBox,
   table,
@@ -117,8 +118,8 @@ function sessionTable(sessions) {
         h(
           "div",
           { class: "stack" },
-          h("a", { href: `/console/sessions/${part(s.session_id)}` }, s.display_name || s.session_id),
-          s.display_name && h("code", { class: "muted" }, s.session_id),
+          sessionLink(s),
+          s.display_name && h("small", { class: "mono session-id", title: s.session_id }, s.session_id),
         ),
     },
     { label: "Status", value: (s) => [statusBadge(s), statusDetail(s)] },
@@ -134,6 +135,11 @@ function sessionTable(sessions) {
     { label: "", value: (s) => traceButton(s.session_id, "Trace") },
   ];
   return table(columns, sessions, (s) => ({ "data-row": s.session_id }));
+}
+
+function sessionLink({ session_id: id, display_name: name }) {
+  const attrs = { class: name ? null : "mono session-id", href: `/console/sessions/${part(id)}`, title: id };
+  return h("a", attrs, name || id);
 }
 
 function tags(session) {
@@ -190,6 +196,7 @@ function traceButton(sessionId, label) {
 async function renderOne(root, { params, signal, live, setTitle }) {
   const id = params.session;
   const body = h("div", { class: "stack-wide" });
+  const name = h("span", null, "Session");
   const draw = whenChanged((found) => redraw(body, details(found)));
   const load = async () => {
     const [members, { sessions }] = await Promise.all([
@@ -200,11 +207,17 @@ async function renderOne(root, { params, signal, live, setTitle }) {
       loadMembers("training_runs", members.training_run_ids, signal),
       loadMembers("samplers", members.sampler_ids, signal),
     ]);
+    replace(name, sessions[0].display_name || "Session");
     draw({ session: withSilence(sessions[0]), members, runs, samplers });
   };
   setTitle(`Session ${id}`);
   root.append(
-    pageHead("Session", h("a", { href: "/console/sessions" }, "All sessions"), traceButton(id, "Download trace")),
+    pageHead(
+      [name, h("small", { class: "mono" }, id)],
+      h("a", { href: "/console/sessions" }, "All sessions"),
+      traceButton(id, "Download trace"),
+      copyButton(id, "Copy id"),
+    ),
     body,
   );
   await live(load, 5);
@@ -222,17 +235,8 @@ function details({ session, members, runs, samplers }) {
   const metadata = Object.entries(session.user_metadata || {});
   return [
     panel(
-      session.display_name || "Facts",
+      "Session",
       facts([
-        [
-          "Id",
-          h(
-            "span",
-            { class: "row", "data-row": "id" },
-            h("code", null, session.session_id),
-            copyButton(session.session_id),
-          ),
-        ],
         [
           "Status",
           h(
@@ -282,7 +286,17 @@ const heading = (name, shown, all) =>
 
 function runTable(runs) {
   const columns = [
-    { label: "Run", wide: true, class: "mono", value: (run) => runLink(run.training_run_id, run.training_run_id) },
+    {
+      label: "Run",
+      wide: true,
+      value: (run) =>
+        h(
+          "div",
+          { class: "stack" },
+          runLink(run.training_run_id, run.run_name || run.training_run_id),
+          run.run_name && h("small", { class: "mono" }, run.training_run_id),
+        ),
+    },
     { label: "Base model", value: (run) => run.base_model },
     { label: "Rank", number: true, value: (run) => run.lora_rank },
     { label: "State", value: (run) => (run.corrupted ? badge("bad", "cannot go on") : badge("ok", "usable")) },
@@ -291,13 +305,21 @@ function runTable(runs) {
   return table(columns, runs, (run) => ({ "data-row": run.training_run_id }));
 }
 
+function weightsOf({ model_path: path, model_id: run }) {
+  if (run) return ["unsaved, of ", runLink(run)];
+  return path ? h("span", { class: "mono" }, path) : "those of the base model";
+}
+
 function samplerTable(samplers) {
   const playground = (sampler) => `/console/playground?model=${part(sampler.model_path || sampler.base_model)}`;
   const columns = [
     { label: "Sampler", wide: true, class: "mono", value: (sampler) => sampler.sampler_id },
     { label: "Base model", value: (sampler) => sampler.base_model },
-    { label: "Weights", class: "mono", value: (sampler) => sampler.model_path || "those of the base model" },
-    { label: "", value: (sampler) => h("a", { class: "button small", href: playground(sampler) }, "Try") },
+    { label: "Weights", value: weightsOf },
+    {
+      label: "",
+      value: (sampler) => !sampler.model_id && h("a", { class: "button small", href: playground(sampler) }, "Try"),
+    },
   ];
   return table(columns, samplers, (sampler) => ({ "data-row": sampler.sampler_id }));
 }

@@ -76,8 +76,8 @@ function draw(view, period) {
     if (!series.length) return [];
     const chart = chartOf(view, kind, label);
     const lines = series.map((one, n) => lineOf(one, n, sources.size > 1, period));
+    chart.isLabelled = true;
     chart.update(lines, { axis: "clock", isLog: false, smoothing: 0, value, marks: [] });
-    replace(chart.legend, lines.map((line) => item(line)));
     return [chart.element];
   });
   const isSame = charts.length === view.grid.childElementCount && charts.every((node, i) => node === view.grid.children[i]);
@@ -91,8 +91,6 @@ const written = (period) => (period < 60 ? `${short(period)} s` : `${short(perio
 function chartOf(view, kind, label) {
   if (!view.charts.has(kind)) {
     const chart = new MetricChart(label, "engine", view.signal, { tools: (one) => chartTools(one), sync: "system" });
-    chart.legend = h("ul", { class: "run-legend" });
-    chart.element.append(chart.legend);
     chart.element.dataset.kind = kind;
     view.charts.set(kind, chart);
   }
@@ -110,12 +108,6 @@ function lineOf({ source, name, points }, n, hasSources, period) {
   const label = hasSources ? `${name} · ${source}` : name;
   const isRange = points.some(([, mean, most]) => most > mean);
   return { label, colour: n, columns: [xs, means], sample: null, band: isRange ? [means, highs] : null, isRange };
-}
-
-function item(line) {
-  const swatch = h("i", { class: "swatch" });
-  swatch.style.background = `var(--c${line.colour % 8})`;
-  return h("li", null, swatch, h("span", null, line.label));
 }
 
 function bytesOf(value) {

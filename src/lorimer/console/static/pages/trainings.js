@@ -8,6 +8,7 @@ import {
   button,
   choice,
   confirmDialog,
+  copyButton,
   empty,
   facts,
   h,
@@ -26,7 +27,7 @@ import { settingFields } from "../setting_fields.js";
 export const title = "Train";
 
 const STATES = { running: "busy", finished: "ok", failed: "bad", stopped: "warn", interrupted: "warn" };
-const NEEDS_NO_ROWS = "rl";
+const RECIPE = "recipe:";
 
 export async function render(root, { query, signal, live, setQuery }) {
   const state = { chosen: query.get("training") || "" };
@@ -95,7 +96,13 @@ function form(kinds, models, signal, choose) {
     state.fields = settingFields(kinds[kind]);
     replace(parts.about, kinds[kind].description);
     replace(parts.settings, state.fields.node);
-    files.data.input.required = kind !== NEEDS_NO_ROWS;
+    const isRecipe = kind.startsWith(RECIPE);
+    const rows = kinds[kind]["x-rows"];
+    files.data.input.required = rows === "needed";
+    files.data.node.hidden = rows === "none";
+    files.held_out_data.node.hidden = isRecipe;
+    checking.hidden = isRecipe; // what a recipe makes of its rows is its own
+    measuring.hidden = isRecipe;
   };
   const rows = async () => ({ data: await files.data.text(), held_out_data: await files.held_out_data.text() });
   const busy = (node, work) => async () => {
@@ -137,7 +144,7 @@ function form(kinds, models, signal, choose) {
     busy(starting, () => start(false))();
   };
   const labelled = (label, input) => h("label", { class: "field" }, h("span", null, label), input);
-  const titles = Object.keys(kinds).map((kind) => [kind, kind]);
+  const titles = Object.keys(kinds).map((kind) => [kind, kind.startsWith(RECIPE) ? `recipe ${kind.slice(RECIPE.length)}` : kind]);
   const node = h(
     "form",
     { class: "spaced", onsubmit },
@@ -163,7 +170,9 @@ function fileField(label) {
   return {
     input,
     node: h("label", { class: "field" }, h("span", null, label), input),
-    text: async () => (input.files.length ? input.files[0].text() : null),
+    text: async function () {
+      return input.files.length && !this.node.hidden ? input.files[0].text() : null;
+    },
   };
 }
 
@@ -174,14 +183,18 @@ function trainingTable(found, chosen, actions) {
   const named = (label, act, one, attrs) =>
     button(label, () => act(one), { class: "quiet small", "aria-label": `${label} ${nameOf(one)}`, ...attrs });
   const columns = [
-    { label: "Training", wide: true, value: (one) => named(nameOf(one), actions.show, one) },
-    { label: "Kind", value: (one) => (one.dry_run ? `${one.kind}, dry run` : one.kind) },
-    { label: "Model", value: (one) => one.base_model },
-    { label: "State", value: (one) => badge(STATES[one.state], one.state) },
+    { label: "Training", wide: true, class: "tight", value: (one) => button(nameOf(one), () => actions.show(one), { class: "link" }) },
+    { label: "Kind", class: "tight", value: kindOf },
+    { label: "Model", class: "tight", value: (one) => one.base_model },
+    {
+      label: "State",
+      value: (one) => [badge(STATES[one.state], one.state), one.error && h("div", { class: "error-text" }, one.error)],
+    },
     { label: "Started", value: (one) => ago(one.started_at) },
     { label: "Run", value: (one) => (one.run_id ? runLink(one.run_id) : "–") },
     {
       label: "",
+      class: "tight",
       value: (one) => [
         one.state === "running" && named("Stop", actions.stop, one),
         !["running", "finished"].includes(one.state) && named("Resume", actions.resume, one),
@@ -195,7 +208,15 @@ function trainingTable(found, chosen, actions) {
   }));
 }
 
-const nameOf = (one) => one.settings.name || one.training_id.slice(0, 6);
+function kindOf({ kind, dry_run: isDryRun }) {
+  if (kind.startsWith(RECIPE)) return "recipe"; // its name has which one
+  return isDryRun ? `${kind}, dry run` : kind;
+}
+
+const nameOf = (one) =>
+  one.kind.startsWith(RECIPE)
+    ? `${one.kind.slice(RECIPE.length)} ${one.training_id.slice(0, 6)}`
+    : one.settings.name || one.training_id.slice(0, 6);
 
 function details(one) {
   const result = one.result || {};
@@ -214,8 +235,8 @@ function details(one) {
         ["Tokens", result.num_tokens && short(result.num_tokens)],
         ["A step takes", result.seconds_per_step && span(result.seconds_per_step)],
         ["All steps take", result.seconds && span(result.seconds)],
-        ["Weights", result.sampler_path],
       ]),
+      result.sampler_path && h("div", { class: "row" }, h("code", null, result.sampler_path), copyButton(result.sampler_path)),
       h("pre", { class: "output", tabindex: "0", "aria-label": "Output" }, one.output || "Nothing was printed yet."),
     ),
   );

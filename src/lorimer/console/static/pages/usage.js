@@ -1,7 +1,7 @@
 // Shows tokens by hour or day and by model, kind and session, as bars and as tables; and the current checkpoint
 // storage. Hours are UTC, as on the server.
 
-import { get, part } from "../api.js";
+import { get, part, post } from "../api.js";
 import { stackedBars } from "../bars.js";
 import { bytes, choice, commandBlock, empty, h, pageHead, panel, quotaLine, replace, table } from "../dom.js";
 import { whenChanged } from "../redraw.js";
@@ -11,6 +11,7 @@ export const title = "Usage";
 const HOUR = 3_600_000;
 const DAY = 24 * HOUR;
 const MAX_DAYS = 14; // per request
+const MAX_NAMED = 100; // newest sessions whose names are shown
 const RANGES = [
   ["1", "24 hours, by hour"],
   ["7", "7 days"],
@@ -76,8 +77,9 @@ async function loadUsage(days, signal) {
     const to = Math.min(end, from + MAX_DAYS * DAY);
     requests.push(get("/api/v1/billing/usage/events", { starting_on: iso(from), ending_before: iso(to) }, signal));
   }
-  const [storage, ...pages] = await Promise.all([
+  const [storage, { sessions }, ...pages] = await Promise.all([
     get("/api/v1/billing/usage/checkpoints/current", null, signal),
+    post("/api/v1/sessions/search", { limit: MAX_NAMED }, signal),
     ...requests,
   ]);
   const events = pages
@@ -92,6 +94,7 @@ async function loadUsage(days, signal) {
     events,
     storage: storage.data,
     quotas: storage.quotas,
+    names: new Map(sessions.map((one) => [one.session_id, one.display_name])),
     slots: Array.from({ length: (end - start) / size }, (_, i) => start + i * size),
     size,
   };
@@ -125,7 +128,7 @@ const count = (value) => (value || 0).toLocaleString("en");
 
 // ── how it is shown ─────────────────────────────────────────────────────────────────────────────────
 
-function report({ events, storage, quotas, slots, size }, by) {
+function report({ events, storage, quotas, names, slots, size }, by) {
   const models = [...sums(events, "model").values()];
   const figures = KINDS.map(([kind, label]) => [label, count(total(models, kind))]);
   figures.push(["Checkpoints saved", count(total(models, "checkpoints"))]);
@@ -167,7 +170,7 @@ function report({ events, storage, quotas, slots, size }, by) {
             "By session",
             usageTable("Session", bySize(sums(events, "session")), (row) =>
               row.key
-                ? h("a", { class: "mono", href: `/console/sessions/${part(row.key)}` }, row.key)
+                ? sessionLink(row.key, names.get(row.key))
                 : "none: playground and OpenAI API",
             ),
           ),
@@ -188,6 +191,14 @@ function report({ events, storage, quotas, slots, size }, by) {
     ),
   ];
 }
+
+const sessionLink = (id, name) =>
+  h(
+    "div",
+    { class: "stack" },
+    h("a", { class: name ? null : "mono", href: `/console/sessions/${part(id)}` }, name || id),
+    name && h("small", { class: "mono" }, id),
+  );
 
 const bySize = (found) =>
   [...found.values()]
