@@ -157,6 +157,8 @@ class Breaking(ShuffledDataset[Pair]):
 async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_was(service, renderer, log_dir):
     options = {"save_every": 2, "eval_every": 3}
     whole = await preference.train(config(log_dir / "whole", renderer, **options), service)
+    listed = service.create_rest_client().list_runs("whole", archived="yes").result().runs
+    assert [run.name for run in listed] == ["whole (reference)"], "it is not among the user's runs"
     first, *_, last = lines = read_metrics(log_dir / "whole")
     assert [line["step"] for line in lines] == list(range(7))
     assert first["train/margin"] == first["test/margin"] == 0, "the reference is where it began"

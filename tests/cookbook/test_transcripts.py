@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorimer.cookbook.transcripts import finite, label, logs, prompt_turn, sampled_turn, text_with_offsets
+from lorimer.cookbook.transcripts import finite, label, logs, prompt_turn, prompt_turns, sampled_turn, text_with_offsets
 from lorimer.types import EncodedTextChunk, ImageChunk, ModelInput
 from tests.cookbook.chat_templates import QWEN3, tokenizer_with
 from tests.cookbook.rl.episodes import tiny_renderer
 
 TOKENIZER = tiny_renderer().tokenizer
+TEMPLATED = tokenizer_with(QWEN3)
 
 
 class WordTokenizer:
@@ -24,7 +25,7 @@ class WordTokenizer:
         return [self.decode(tokens) for tokens in sequences]
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, tokenizer_with(QWEN3)], ids=["tiny", "qwen"])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, TEMPLATED], ids=["tiny", "qwen"])
 @settings(deadline=None, max_examples=60)
 @given(text=st.text(max_size=20), cut=st.integers(0, 3))
 def test_offsets_cut_the_text_into_what_each_token_adds(tokenizer, text, cut):
@@ -50,6 +51,21 @@ def test_turns():
     prompt = ModelInput(chunks=[EncodedTextChunk(tokens=tokens), picture])
     assert prompt_turn(TOKENIZER, prompt).content == "hello there[image]"
     assert prompt_turn(TOKENIZER, ModelInput.from_ints(tokens), "environment").tokens == tokens
+
+
+def test_messages_of_a_template_are_turns():
+    """By special tokens alone: a text that looks like one stays in its message."""
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <|im_ start|>x"}]
+    prompt = TEMPLATED.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    tokens = TEMPLATED.encode(prompt, add_special_tokens=False)
+    turns = prompt_turns(TEMPLATED, ModelInput.from_ints(tokens))
+    assert [(one.role, one.content) for one in turns] == [(one["role"], one["content"]) for one in asked]
+    assert [token for one in turns for token in one.tokens] == tokens
+    rest = TEMPLATED.encode("and more<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
+    turns = prompt_turns(TEMPLATED, ModelInput.from_ints(rest), "environment")
+    assert [(one.role, one.content) for one in turns] == [("environment", "and more"), ("tool", "4")]
+    plain = prompt_turns(TEMPLATED, ModelInput.from_ints(TEMPLATED.encode("no message")))
+    assert [(one.role, one.content) for one in plain] == [("prompt", "no message")]
 
 
 def test_values_are_made_acceptable():

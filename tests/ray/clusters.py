@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.cluster.installation import Installation, Member
-from tests.conformance.servers import LORIMER, environment
+from tests.conformance.servers import LORIMER, environment, is_fork_server
 from tests.faults.supervisor import WAIT_SECONDS, eventually
 
 OBJECT_BYTES = 80 * 2**20
@@ -129,12 +129,13 @@ class RayInstallation(Installation):
         eventually(lambda: self.postgres.execute(query) == [(number,)], f"{number} replicas have owners", seconds)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every worker of this installation and every engine, whoever started it."""
+        """Return every worker of this installation, and every engine and fork server, but not that of the tests."""
         return [
             process
             for process in psutil.process_iter()
             if any(word in self._command_line(process) for word in (str(self.config), "lorimer.engine"))
             and "ray::" not in self._command_line(process)
+            and not (is_fork_server(process) and process.ppid() == os.getpid())
         ]
 
     @staticmethod
@@ -149,11 +150,12 @@ class RayInstallation(Installation):
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                line, parent = self._command_line(process), process.parent()
+                line, parents = self._command_line(process), process.parents()
                 if " worker " in line or "lorimer.engine" in line:
                     expected = "ray::" if " worker " in line else " worker "
-                    if parent is None or expected not in " ".join(parent.cmdline()):
-                        found.append(f"{process.pid} of {parent}: {line}")
+                    # An engine is a child of its worker, or of the worker's fork server.
+                    if not any(expected in " ".join(parent.cmdline()) for parent in parents[:2]):
+                        found.append(f"{process.pid} of {parents[:1]}: {line}")
         return found
 
 

@@ -42,6 +42,9 @@ async def test_a_node_that_goes_away_loses_its_episodes_only(nodes):
         pids = [(await env.step([30])).metrics["pid"] for env in envs]
         assert len(set(pids)) == 2
         nodes.remove(nodes.others()[0])
+        async with asyncio.timeout(60):
+            while all(is_running(pid) for pid in pids):  # a worker ends soon after its node
+                await asyncio.sleep(0.1)
         results = await asyncio.gather(*(env.step([40]) for env in envs), return_exceptions=True)
         assert sorted(type(one) is EpisodeLost for one in results) == [False, True], results
         nodes.add(1)  # on this thread, because Ray sets signal handlers

@@ -81,19 +81,10 @@ def test_threads_of_an_engine_on_the_cpu_must_be_given(nodes, tmp_path):
 def test_a_worker_sees_the_gpus_that_ray_reserved_for_it(nodes, tmp_path):
     """The GPUs are numbers here, so that its engine finds none; Lorimer passes on what Ray says."""
     options = {"num_apis": 0, "num_workers": 1, "num_replicas": 1, "ranks": 2, "device": "cuda"}
-    installation = GpuInstallation(tmp_path / "gpus", {"lorimer/debug": "lorimer/debug"}, **options)
+    installation = RayInstallation(tmp_path / "gpus", {"lorimer/debug": "lorimer/debug"}, **options)
     with installation:
         eventually(lambda: installation.placed()["lorimer/debug#0"]["pid"], "the worker was started")
         worker = psutil.Process(installation.placed()["lorimer/debug#0"]["pid"])
         seen = worker.environ()["CUDA_VISIBLE_DEVICES"].split(",")
         assert len(seen) == 2 and set(seen) < set("0123")
     assert installation.processes() == []
-
-
-class GpuInstallation(RayInstallation):
-    def __init__(self, *args, ranks: int, **options) -> None:
-        super().__init__(*args, **options)
-        self._ranks = ranks
-
-    def _toml(self) -> str:
-        return super()._toml() + f"ranks = {self._ranks}\n"

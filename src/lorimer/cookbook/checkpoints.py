@@ -185,6 +185,12 @@ async def unload_run(service: ServiceClient, checkpoint: Checkpoint) -> None:
     await connection.run(connection.transport.call("POST", "/api/v1/unload_model", request)).result_async()
 
 
+async def archive_run(service: ServiceClient, model_id: str) -> None:
+    """Leave a run that only serves another one out of lists of runs, where the server keeps any."""
+    with suppress(lorimer.NotFoundError):
+        await service.create_rest_client().update_run_async(model_id, is_archived=True)
+
+
 def model_id_of(checkpoint: Checkpoint) -> str:
     """Return the id of the training run that a checkpoint is of."""
     return checkpoint.state_path.removeprefix("tinker://").partition("/")[0]

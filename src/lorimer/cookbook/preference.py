@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from lorimer import APIFuture, Datum, SamplingClient, ServiceClient, TrainingClient, types
 from lorimer.chat.conversation import Message, check_messages, text_of
-from lorimer.cookbook.checkpoints import Checkpoint
+from lorimer.cookbook.checkpoints import Checkpoint, archive_run
 from lorimer.cookbook.datasets import Dataset
 from lorimer.cookbook.datums import conversation_to_datum, num_tokens
 from lorimer.cookbook.evaluation import target_logprobs
@@ -189,10 +189,17 @@ async def _open_reference(config: Config, service: ServiceClient) -> TrainingCli
     A sampler would do, but it computes what has just arrived together, so its rounding depends on when that was.
     """
     metadata = {"role": "reference of DPO"}
+    name = f"{config.name or config.log_dir.resolve().name} (reference)"
     if config.load_from is not None:
-        return await service.create_training_client_from_state_async(config.load_from, user_metadata=metadata)
-    # A new adapter changes nothing, whatever its rank.
-    return await service.create_lora_training_client_async(config.base_model, rank=1, user_metadata=metadata)
+        client = await service.create_training_client_from_state_async(
+            config.load_from, user_metadata=metadata, name=name
+        )
+    else:  # a new adapter changes nothing, whatever its rank
+        client = await service.create_lora_training_client_async(
+            config.base_model, rank=1, user_metadata=metadata, name=name
+        )
+    await archive_run(service, client.model_id)
+    return client
 
 
 StepFutures = tuple[APIFuture[types.ForwardBackwardOutput], APIFuture[types.OptimStepResponse]]

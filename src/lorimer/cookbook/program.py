@@ -1,7 +1,10 @@
 """A recipe's server, with the address of its console, at which its runs can be watched, printed at start and end."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
 
 from lorimer import ServiceClient
 from lorimer.client.connection import named_base_url
@@ -15,15 +18,16 @@ DEFAULT_MODEL = "lorimer/tiny"
 
 
 @contextmanager
-def recipe_service(base_model: str, base_url: str | None = None) -> Iterator[ServiceClient]:
+def recipe_service(base_model: str, base_url: str | None = None, *, name: str | None = None) -> Iterator[ServiceClient]:
     """``open_service`` for a program at a terminal: connects now, and says where runs can be watched.
 
-    Without an address it connects to the server that runs on the user's data directory, if one does.
+    Its session is called ``name``, else after the program. Without an address it connects to the server that runs on
+    the user's data directory, if one does.
     """
     try:
         if named_base_url(base_url) is None and (base_url := running_server()):
             say(f"using the server at {base_url}, which has your data directory")
-        opened = open_service(base_model, base_url)
+        opened = open_service(base_model, base_url, display_name=name or program_name())
     except ValueError as error:
         raise InvalidInput(str(error)) from error
     with opened as service:
@@ -39,3 +43,11 @@ def recipe_service(base_model: str, base_url: str | None = None) -> Iterator[Ser
         say(f"console: `{command('serve', *model)}` shows this run")
     else:
         say(f"console: {connection.console_url('runs')}")
+
+
+def program_name() -> str:
+    """Return what the user has started, such as ``lorimer recipe run dpo`` or ``dpo``, as a name for its session."""
+    path, words = Path(sys.argv[0]), sys.argv[1:4]
+    if path.stem != "lorimer" and path.parent.name != "cli":
+        return path.stem
+    return " ".join(["lorimer", *takewhile(lambda word: not word.startswith("-"), words)])

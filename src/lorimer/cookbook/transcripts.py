@@ -16,6 +16,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 IMAGE = "[image]"
 MAX_LOG_CHARS = 10_000
 MAX_LABEL_CHARS = 100
+TEMPLATES = (
+    ("<|im_start|>", "\n", "<|im_end|>"),
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ("<start_of_turn>", "\n", "<end_of_turn>"),
+)
+"""What stands before a role, after it, and after its message: ChatML, Llama 3, Gemma."""
 
 
 def sampled_turn(
@@ -47,6 +53,40 @@ def prompt_turn(tokenizer: Any, prompt: ModelInput, role: str = "prompt") -> Rol
     ]
     is_text = all(isinstance(chunk, EncodedTextChunk) for chunk in prompt.chunks)
     return RolloutTurn(role=role, content="".join(texts), tokens=prompt.to_ints() if is_text else None)
+
+
+def prompt_turns(tokenizer: Any, prompt: ModelInput, role: str = "prompt") -> list[RolloutTurn]:
+    """Return the messages of a prompt in the form of a known chat template, each as a turn; else all of it as one.
+
+    Messages begin and end at special tokens, never at a text that looks like one. The tokens of the turns are those of
+    the prompt, the marks of the template included.
+    """
+    if not all(isinstance(chunk, EncodedTextChunk) for chunk in prompt.chunks):
+        return [prompt_turn(tokenizer, prompt, role)]
+    tokens = prompt.to_ints()
+    begins = [_special_token(tokenizer, form[0]) for form in TEMPLATES]
+    used = next((form for form, begin in zip(TEMPLATES, begins, strict=True) if begin in tokens), None)
+    if used is None:
+        return [prompt_turn(tokenizer, prompt, role)]
+    begin, head_end, end = used
+    places = [at for at, token in enumerate(tokens) if token == _special_token(tokenizer, begin)]
+    before = tokens[: places[0]]
+    rest = str(tokenizer.decode(before, skip_special_tokens=True)).strip()
+    turns = [RolloutTurn(role=role, content=rest, tokens=before)] if rest else []
+    places = places if rest else [0, *places[1:]]
+    for start, stop in zip(places, [*places[1:], len(tokens)], strict=True):
+        part = tokens[start:stop]
+        said, _, content = str(tokenizer.decode(part)).partition(begin)[2].partition(head_end)
+        if not content and turns:  # the beginning of the answer
+            turns[-1] = turns[-1].model_copy(update={"tokens": [*(turns[-1].tokens or ()), *part]})
+        else:
+            turns.append(RolloutTurn(role=label(said.strip()), content=content.partition(end)[0].strip(), tokens=part))
+    return turns
+
+
+def _special_token(tokenizer: Any, text: str) -> int | None:
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found if isinstance(found, int) and found != tokenizer.unk_token_id else None
 
 
 def message_turn(message: Message) -> RolloutTurn:

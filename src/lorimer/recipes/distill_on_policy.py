@@ -38,6 +38,7 @@ async def make_teacher(service: ServiceClient, model: str, renderer: Renderer, d
 
     config = supervised.Config(
         log_dir=directory,
+        name=f"{directory.parent.name}-teacher",
         base_model=model,
         dataset=ShuffledDataset(sum_rows(split_sums()[0]), 64, convert=convert),
         learning_rate=4e-3,
@@ -84,6 +85,7 @@ def main(
         )
         config = distillation.Config(
             log_dir=log_dir / "student",
+            name=f"{log_dir.name}-student",
             base_model=model,
             dataset=ShuffledDataset(train_rows, batch_size, convert=convert, seed=seed),
             teacher_path=path,

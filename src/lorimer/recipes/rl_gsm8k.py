@@ -179,6 +179,7 @@ def main(
             if reference is None and sft_steps:
                 sft = supervised.Config(
                     log_dir=log_dir / "sft",
+                    name=f"{log_dir.name}-sft",
                     base_model=model,
                     dataset=GeneratedDataset(partial(draw_example, renderer, rows), 32, sft_steps, seed=seed),
                     learning_rate=sft_rate,

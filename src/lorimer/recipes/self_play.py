@@ -214,6 +214,7 @@ def main(
         renderer = get_renderer("auto", get_tokenizer(service, model))
         sft = supervised.Config(
             log_dir=log_dir / "sft",
+            name=f"{log_dir.name}-sft",
             base_model=model,
             dataset=GeneratedDataset(lambda rng: show_rules(renderer, rng), 64, sft_steps, seed=seed),
             learning_rate=4e-3,

@@ -168,6 +168,7 @@ def main(
         renderer = get_renderer("auto", get_tokenizer(service, model))
         sft = supervised.Config(
             log_dir=log_dir / "sft",
+            name=f"{log_dir.name}-sft",
             base_model=model,
             dataset=GeneratedDataset(lambda rng: show_form(renderer, rng), 64, sft_steps, seed=seed),
             learning_rate=5e-3,
@@ -176,6 +177,7 @@ def main(
         )
         rl = training.Config(
             log_dir=log_dir / "rl",
+            name=f"{log_dir.name}-rl",
             base_model=model,
             dataset_builder=make_datasets,
             learning_rate=learning_rate,

@@ -16,7 +16,7 @@ ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in (2, 3
 
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(InvalidInput, match=r"pip install 'verifiers<0\.2'"):
+    with pytest.raises(InvalidInput, match=r"pip install 'verifiers<0\.4'"):
         verifiers_dataset("reverse-text", None, batch_size=2, group_size=2)
 
 
@@ -24,7 +24,7 @@ def test_missing_package_is_named(monkeypatch):
 def vf():
     verifiers = pytest.importorskip("verifiers")
     if not hasattr(verifiers, "MultiTurnEnv"):
-        pytest.skip("verifiers has no MultiTurnEnv: another series than 0.1")
+        pytest.skip("verifiers has no MultiTurnEnv: 0.4 or later")
     return verifiers
 
 
@@ -53,6 +53,7 @@ async def test_single_turn_is_scored_by_the_rubric(service, vf):
             row = next(row for row in ROWS if row["question"] in asked)
             said = renderer.parse_response(step.ac.tokens)[0]["content"]
             assert reward == float(said.strip() == row["answer"])
+            assert trajectory.prompt[-1] == {"role": "user", "content": row["question"]}
     assert any(reward == 1 for group in groups for reward in group.get_total_rewards())
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 
+from lorimer.chat.conversation import Message
 from lorimer.cookbook.rl.envs import Action, Env, StepResult
 from lorimer.types import ModelInput
 
@@ -16,6 +17,9 @@ class Summing(Env):
 
     async def initial_observation(self) -> tuple[ModelInput, list[int]]:
         return ModelInput.from_ints([self.total]), [7, 8]
+
+    def prompt_messages(self) -> list[Message]:
+        return [{"role": "user", "content": f"from {self.total}"}]
 
     async def step(self, action: Action) -> StepResult:
         match action:

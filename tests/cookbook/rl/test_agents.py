@@ -15,6 +15,7 @@ from lorimer.cookbook.rl.agents import AgentFailed, ExternalAgents, Outcome, pro
 from lorimer.cookbook.rl.datums import trajectory_to_data
 from lorimer.cookbook.rl.problems import ProblemDataset, ProblemGroupBuilder
 from lorimer.cookbook.rl.rollouts import Policy, do_group_rollout
+from lorimer.cookbook.rl.transcripts import turns_of
 from lorimer.types.episodes import Episode, Turn
 from tests.cookbook.rl.episodes import MODEL
 
@@ -70,6 +71,9 @@ def test_an_agent_plays_a_group_from_the_policy(policy, client, service):
         data = trajectory_to_data(trajectory, 1.0)
         assert len(data) == metrics["data_per_episode"]
         assert all(len(step.ac.tokens) <= 6 for step in trajectory.transitions)
+        turns = turns_of(trajectory, client.get_tokenizer())
+        assert turns[0].role == "user" and turns[1].tokens == trajectory.transitions[0].ac.tokens
+        assert (turns[-2].role, turns[-2].content) == ("user", "Sure?")
     again = rollout(ExternalAgents(talk), policy, size=3)
     assert [[step.ac.tokens for step in one.transitions] for one in again.trajectories_G] == [
         [step.ac.tokens for step in one.transitions] for one in group.trajectories_G

@@ -34,6 +34,7 @@ async def test_episodes_in_any_order_are_those_of_environments_here():
                 pairs.append((pool.env(*arguments), Summing(*arguments)))
                 found, expected = [await env.initial_observation() for env in pairs[-1]]
                 assert found == expected
+                assert pairs[-1][0].prompt_messages() == pairs[-1][1].prompt_messages() != []
             elif pairs:
                 chosen = rng.sample(pairs, rng.randint(1, len(pairs)))
                 actions = [[rng.randint(10, 99)] * rng.randint(1, 3) for _ in chosen]

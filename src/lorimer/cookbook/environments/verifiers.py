@@ -1,4 +1,4 @@
-"""Environments of ``verifiers`` (0.1), single-turn, multi-turn and with tools, as a dataset for RL.
+"""Classic environments of ``verifiers`` (0.1 to 0.3), single-turn, multi-turn and with tools, as a dataset for RL.
 
 The environment is played turn by turn: it gives messages, the renderer makes tokens of them, and what was sampled
 goes back as the model's response, so that training sees the tokens that were sampled. Rewards are those of the
@@ -41,12 +41,18 @@ class VerifiersEnv(Env):
         self.state: Any = None
         self.is_finished = False
         self._prompt: Any = None
+        self._asked: list[Message] = []
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         self.state = await self.environment.init_state(self.row, _unreachable_client(), MODEL, {})
         self.state["timing"].generation.start = time.time()
         await self.environment.setup_state(self.state)
-        return await self._next_observation(), self.renderer.get_stop_sequences()
+        observation = await self._next_observation()
+        self._asked = [_message(one) for one in self._prompt] if observation.length else []
+        return observation, self.renderer.get_stop_sequences()
+
+    def prompt_messages(self) -> Sequence[Message]:
+        return self._asked
 
     async def _next_observation(self) -> ModelInput:
         types = importlib.import_module("verifiers.types")
@@ -162,7 +168,7 @@ def verifiers_dataset(
         vf = importlib.import_module("verifiers")
         load, multi_turn = vf.load_environment, vf.MultiTurnEnv
     except (ImportError, AttributeError):
-        raise InvalidInput("environments need the package verifiers 0.1: pip install 'verifiers<0.2'") from None
+        raise InvalidInput("these environments need verifiers 0.1 to 0.3: pip install 'verifiers<0.4'") from None
     name = environment if isinstance(environment, str) else type(environment).__name__
     if isinstance(environment, str):
         environment = load(environment, **options)

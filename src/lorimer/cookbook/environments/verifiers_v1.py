@@ -27,19 +27,33 @@ class VerifiersAgent:
         self._types = load_verifiers()
 
     async def __call__(self, call: AgentCall) -> Outcome:
-        client = self._types.EvalClientConfig(
+        client = self._types.clients.EvalClientConfig(
             base_url=call.base_url, api_key_var=KEY_VARIABLE, headers={"X-API-Key": call.api_key}
         )
-        context = self._types.ModelContext(model=call.model, client=client)
-        episode = await self.environment.run_episode(call.task, context)
-        if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if hasattr(self.environment, "run_episode"):
+            context = self._types.ModelContext(model=call.model, client=client)
+            episode = await self.environment.run_episode(call.task, context)
+            traces, errors, is_ok = episode.traces, list(episode.errors), episode.ok
+        else:
+            traces, errors = await self._run_rollout(call, client), []
+            is_ok = not any(trace.errors for trace in traces)
+        if not is_ok:
+            errors += [error for trace in traces for error in trace.errors]
             said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says no error"
             raise AgentFailed(f"the environment's episode failed: {said}")
-        metrics = {
-            name: float(value) for trace in episode.traces for name, value in trace.metrics.items() if value is not None
-        }
-        return Outcome(sum(trace.reward for trace in episode.traces), metrics)
+        metrics = {name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None}
+        return Outcome(sum(trace.reward for trace in traces), metrics)
+
+    async def _run_rollout(self, call: AgentCall, client: Any) -> list[Any]:
+        """Play a task in 0.2, where an environment has one agent, and its caller opens and closes the client."""
+        opened = self._types.clients.resolve_client(client)
+        sampling = importlib.import_module("verifiers.v1.types").SamplingConfig()
+        try:
+            context = self._types.ModelContext(model=call.model, client=opened, sampling=sampling)
+            traces: list[Any] = await self.environment.episode(call.task, context).run()
+        finally:
+            await opened.close()
+        return traces
 
 
 def verifiers_agents(environment: Any, *, timeout_seconds: float = 600.0, max_concurrent: int = 16) -> ExternalAgents:
@@ -49,8 +63,12 @@ def verifiers_agents(environment: Any, *, timeout_seconds: float = 600.0, max_co
 
 def load_verifiers() -> Any:
     try:
-        return importlib.import_module("verifiers.v1")
+        found = importlib.import_module("verifiers.v1")
+        importlib.import_module("verifiers.v1.clients")
     except ImportError as error:
         raise InvalidInput(
             f"verifiers 0.2 or later is not installed ({error}): pip install 'verifiers>=0.2'"
         ) from error
+    if not hasattr(found, "ModelContext"):  # 0.1.14 has a module of this name with another interface
+        raise InvalidInput("the installed verifiers is older than 0.2: pip install 'verifiers>=0.2'")
+    return found

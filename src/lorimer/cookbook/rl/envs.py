@@ -53,7 +53,10 @@ class Env(ABC):
     async def step(self, action: Action) -> StepResult: ...
 
     def prompt_messages(self) -> Sequence[Message]:
-        """Return the messages that the first observation was made of, for the transcript; none if there were none."""
+        """Return the messages that the first observation was made of, for the transcript; none if there were none.
+
+        Called after ``initial_observation``.
+        """
         return ()
 
 

@@ -8,12 +8,13 @@ process, which is replaced. ``rollouts.py`` leaves lost episodes out of their gr
 import asyncio
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from lorimer.chat.conversation import Message
 from lorimer.cookbook.completers import StopCondition
 from lorimer.cookbook.rl.envs import Action, Env, Observation, StepResult
 from lorimer.cookbook.rl.grader_worker import Reply, find_function
@@ -75,13 +76,18 @@ class RemoteEnv(Env):
     def __init__(self, host: "_Host", arguments: tuple[Any, ...], timeout_seconds: float) -> None:
         self._host, self._arguments, self._seconds = host, arguments, timeout_seconds
         self._number = next(host.numbers)
+        self._messages: list[Message] = []
         host.episodes.add(self._number)
         # Nobody ends an episode that a limit on its tokens has cut.
         weakref.finalize(self, host.forget, self._number)
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         answer = await self._host.call(self._seconds, "start", self._number, self._arguments)
+        self._messages = answer["messages"]
         return ModelInput.model_validate(answer["observation"]), answer["stop"]
+
+    def prompt_messages(self) -> Sequence[Message]:
+        return self._messages
 
     async def step(self, action: Action) -> StepResult:
         answer = await self._host.call(self._seconds, "step", self._number, [int(token) for token in action])
@@ -144,7 +150,7 @@ class _Host:
                 await self.close()
         if kind != "ok":
             raise EpisodeLost(f"{kind}: {answer}")
-        return _checked(answer, {"observation", "stop"} if method == "start" else _STEP)
+        return _checked(answer, {"observation", "stop", "messages"} if method == "start" else _STEP)
 
 
 _STEP = {"observation", "stop", "reward", "episode_done", "metrics", "logs"}
@@ -180,7 +186,8 @@ class Episodes:
         if method == "start":
             self._envs[number] = self._make_env(*content)
             observation, stop = await self._envs[number].initial_observation()
-            return {"observation": observation.model_dump(mode="json"), "stop": list(stop)}
+            messages = list(self._envs[number].prompt_messages())
+            return {"observation": observation.model_dump(mode="json"), "stop": list(stop), "messages": messages}
         result = await self._envs[number].step(content)
         if result.episode_done:
             del self._envs[number]

@@ -74,8 +74,8 @@ async def do_single_rollout(
     max_trajectory_tokens: int | None = None,
 ) -> Trajectory:
     """Play an episode to its end. ``start`` and ``first_action`` are given where they are known already."""
-    prompt = env.prompt_messages()
     observation, stop = start or await env.initial_observation()
+    prompt = list(env.prompt_messages())
     transitions: list[Transition] = []
     while True:
         room = None if max_trajectory_tokens is None else max_trajectory_tokens - observation.length

@@ -135,7 +135,7 @@ class ToolEnv(Env):
         self._specs = [tool.spec for tool in tools] if parse_calls is calls_of_template else None
 
     def prompt_messages(self) -> Sequence[Message]:
-        # Tools that the chat template describes are in no message: the whole prompt is then shown as it is.
+        # Tools that the chat template describes are in no message: turns are then read from the tokens.
         return () if self._specs else list(self.messages)
 
     def _observation(self) -> tuple[Observation, StopCondition]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorimer.cookbook.rl.envs import Trajectory, TrajectoryGroup, Transition
-from lorimer.cookbook.transcripts import finite, label, logs, message_turn, numbers, prompt_turn, sampled_turn
+from lorimer.cookbook.transcripts import finite, label, logs, message_turn, numbers, prompt_turns, sampled_turn
 from lorimer.types import ModelInput, Rollout, RolloutTurn
 from lorimer.types.rollouts import MAX_PARTS, RolloutKind
 from lorimer.types.runs import MAX_TAGS
@@ -55,9 +55,9 @@ def group_rollouts(
 
 
 def turns_of(trajectory: Trajectory, tokenizer: Any) -> list[RolloutTurn]:
-    """Return prompts and actions in turn. Of a prompt that continues what was said only the rest is a turn.
+    """Return prompts and actions in turn. Of a prompt that continues what was said only the rest becomes turns.
 
-    Where the messages of the first prompt are known, each is a turn.
+    Each message is a turn, where those of the first prompt are known or the tokens are those of a known chat template.
     """
     turns: list[RolloutTurn] = []
     known: list[int] = []
@@ -68,13 +68,13 @@ def turns_of(trajectory: Trajectory, tokenizer: Any) -> list[RolloutTurn]:
         if not turns and trajectory.prompt:
             turns += map(message_turn, trajectory.prompt)
         elif seen.length:
-            turns.append(prompt_turn(tokenizer, seen, "environment" if is_continued else "prompt"))
+            turns += prompt_turns(tokenizer, seen, "environment" if is_continued else "prompt")
         turns.append(_action(step, tokenizer))
         known = [*prompt, *step.ac.tokens] if prompt is not None else []
     last = _tokens(trajectory.final_ob)
     if last and (not known or last != known[: len(last)]):
         rest = last[len(known) :] if last[: len(known)] == known else last
-        turns.append(prompt_turn(tokenizer, ModelInput.from_ints(rest), "environment"))
+        turns += prompt_turns(tokenizer, ModelInput.from_ints(rest), "environment")
     return turns or [RolloutTurn(role="prompt", content="")]
 
 

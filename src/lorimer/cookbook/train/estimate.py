@@ -11,7 +11,7 @@ from typing import Any
 
 from lorimer import ServiceClient
 from lorimer.cookbook import preference, supervised
-from lorimer.cookbook.checkpoints import delete_checkpoint, model_id_of, unload_run
+from lorimer.cookbook.checkpoints import archive_run, delete_checkpoint, model_id_of, unload_run
 from lorimer.cookbook.data_check import Form, check_data, count_problems
 from lorimer.cookbook.datums import num_tokens
 from lorimer.cookbook.engine_memory import watched_memory
@@ -60,6 +60,7 @@ async def estimate(given: Given, job: Job, service: ServiceClient) -> Estimate:
         measured = [line for line in read_metrics(directory) if any(name in line for name in TIMES)]
     await delete_checkpoint(service, saved)
     await unload_run(service, saved)
+    await archive_run(service, model_id_of(saved))
     seconds = next(float(measured[-1][name]) for name in TIMES if name in measured[-1])
     renderer = get_renderer(given.values.get("renderer_name", "auto"), get_tokenizer(service, given["base_model"]))
     num_steps = job.config.num_steps
