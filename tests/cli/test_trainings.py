@@ -46,5 +46,11 @@ def test_a_training_from_start_to_end(base_url, tmp_path):
         ask("stop", training_id)
     ask("delete", training_id)
     assert training_id not in lorimer("training", "list", LORIMER_BASE_URL=base_url).stdout
+    recipe = ("start", "recipe:rl_basic", "--set", "base_model=lorimer/tiny", "--set", "steps=200")
+    training_id = ask(*recipe)["training_id"]
+    try:
+        wait_for_steps(lambda: ask("show", training_id))
+    finally:
+        assert ask("stop", training_id)["state"] == "stopped"
     code, line = refused(lorimer("training", "start", "ppo", LORIMER_BASE_URL=base_url))
     assert code == 2 and "kind" in line

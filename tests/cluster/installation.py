@@ -14,7 +14,7 @@ from typing import Self
 import httpx2
 import psutil
 
-from tests.conformance.servers import LORIMER, environment
+from tests.conformance.servers import LORIMER, children, environment, is_engine
 from tests.faults.supervisor import WAIT_SECONDS, eventually, free_port
 from tests.store.buckets import BUCKET, find_weed, moto, seaweedfs, variables
 from tests.store.postgres import PostgresServer, find_binaries, running
@@ -90,10 +90,7 @@ class Member:
         return self._process.pid
 
     def engines(self) -> list[psutil.Process]:
-        try:
-            return [child for child in psutil.Process(self.pid).children() if "lorimer.engine" in child.cmdline()]
-        except psutil.NoSuchProcess:
-            return []
+        return [child for child in children(self.pid) if is_engine(child)]
 
     def send(self, number: int) -> None:
         with suppress(ProcessLookupError):

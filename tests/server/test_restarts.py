@@ -33,7 +33,6 @@ async def test_the_death_of_an_engine_is_part_of_the_run(serve):
         assert (death["kind"], death["step"], death["num_deaths"]) == ("forward_backward", 1, 1)
 
 
-@pytest.mark.slow
 async def test_a_killed_server_comes_back_with_everything_elsewhere_too(serve, model, tmp_path):
     async with serve(snapshot_seconds=600) as (server, client):
         losses, poller = UploadedLoss(client), Poller(client)

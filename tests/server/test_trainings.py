@@ -4,20 +4,27 @@ Their processes, and the ends of servers around them, are in ``tests/faults/test
 """
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from lorimer.cookbook.train.kinds import KINDS
 from lorimer.errors import InvalidInput
+from lorimer.server.child_commands import ChildCommand
+from lorimer.server.recipes import offered_recipe, recipe_command
 from lorimer.server.trainings import (
     CODE_SETTINGS,
     OWN_SETTINGS,
     PATH_SETTINGS,
     Trainings,
+    checked_recipe,
     checked_settings,
+    memory_limit,
 )
 from lorimer.store import trainings, users
 from lorimer.types.trainings import StartTrainingRequest
+from tests.cli.commands import lorimer
 
 HARMLESS = {
     "base_model",  # checked by the route: a model that is served
@@ -153,6 +160,67 @@ async def test_others_see_nothing(start):
         assert (mine.json()["state"], mine.json()["output"]) == ("stopped", "")
         deleted = await running.http.delete("/api/v1/trainings/t1", headers={"X-API-Key": alice})
         assert deleted.status_code == 204
+
+
+async def test_a_process_that_needs_more_memory_than_it_may_have_says_so(tmp_path):
+    child = await ChildCommand.start(["train", "schema"], tmp_path, "http://127.0.0.1:9", "", 60 * 2**20)
+    assert await child.wait() != 0
+    assert child.error().startswith("it needed more than the 62914560 bytes it may have (training_memory_bytes): ")
+    assert memory_limit(-1) == 0 and memory_limit(5) == 5 and memory_limit(0) > 2**20
+
+
+RECIPES = {
+    "recipe:one": offered_recipe(
+        {
+            "required": ["data"],
+            "properties": {
+                "model": {"type": "string"},
+                "data": {"type": "string"},
+                "log_dir": {"type": "string", "format": "path"},
+                "agent": {"type": "string"},
+                "teacher": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "graders": {"enum": ["processes", "ray"]},
+                "steps": {"type": "integer", "minimum": 1},
+            },
+        }
+    )
+    | {"x-rows": "needed"}
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"kind": "recipe:on"}, "the nearest is 'recipe:one'"),
+        ({"settings": {"step": 1}}, "the nearest is 'steps'"),
+        ({"settings": {"log_dir": "/tmp"}}, "does not accept from users"),
+        ({"settings": {"data": "/etc/passwd"}}, "does not accept from users"),
+        ({"settings": {"agent": "os:system"}}, "does not accept from users"),
+        ({"settings": {"graders": "ray"}}, "does not accept from users"),
+        ({"settings": {"steps": ["--data=x"]}}, "a text, a number or a boolean"),
+        ({"settings": {"teacher": "/var/weights"}}, "a tinker:// path is accepted"),
+        ({"data": None}, "data is missing"),
+        ({"dry_run": True}, "dry_run is set, which recipes do not have"),
+    ],
+)
+def test_options_of_recipes_that_reach_files_or_code_are_refused(asked, told):
+    given = {"kind": "recipe:one", "data": "{}", **asked}
+    given["settings"] = {"base_model": "m"} | given.get("settings", {})
+    with pytest.raises(InvalidInput) as refused:
+        checked_recipe(StartTrainingRequest(**given), RECIPES)
+    assert told in str(refused.value)
+
+
+def test_every_text_of_a_recipe_was_thought_about():
+    """A new option with a text may name a file: it is not offered until it is among ``TEXTS``."""
+    found = json.loads(lorimer("recipe", "schema").stdout)
+    assert {"arithmetic_rl", "sweep", "chat_sft", "agent_rl"} <= found.keys() and "eval_gsm8k" not in found
+    for schema in found.values():
+        offered = offered_recipe(schema)["properties"].keys()
+        assert not offered & {"data", "base_url", "log_dir", "output", "grader", "graders", "agent", "start_from"}
+        assert "base_model" in offered
+    command = recipe_command("recipe:one", {"base_model": "m", "steps": 3}, Path("log/one"), Path("data.jsonl"))
+    assert command == ["recipe", "run", "one", "--log-dir=log/one", "--data=data.jsonl", "--model=m", "--steps=3"]
 
 
 async def test_too_many_rows_are_refused(start):

@@ -4,12 +4,14 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from lorimer.cli.commands import cli_command
 from lorimer.cli.output import Column, Format, FormatOption, examples, print_json, print_table
@@ -64,6 +66,56 @@ def run(
     found_recipe(name)
     main = importlib.import_module(f"{PACKAGE}.{name}").main
     recipe_app(main)(arguments or [], prog_name=f"lorimer recipe run {name}")
+
+
+@app.command(epilog=examples("lorimer recipe schema", "lorimer recipe schema | jq .dpo.properties"))
+@partial(cli_command, extra="server,cookbook")
+def schema() -> None:
+    """Print the options of the recipes that train a model, as JSON schemas."""
+    found = {}
+    for name, path in recipes().items():
+        main = importlib.import_module(f"{PACKAGE}.{name}").main
+        options = {option: _option(parameter) for option, parameter in _options(main).items()}
+        if {"model", "log_dir"} <= options.keys():
+            needed = [option for option, one in _options(main).items() if one.default is one.empty]
+            found[name] = {"description": docstring(path).splitlines()[0], "properties": options, "required": needed}
+    print_json(found)
+
+
+def _options(main: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a recipe by the names of their options, with ``_`` for ``-``."""
+    found = {}
+    for parameter in inspect.signature(main).parameters.values():
+        told = _typed(parameter)[1]
+        first = getattr(told, "default", None)  # in an annotation Typer keeps the first name of an option here
+        name = first if isinstance(first, str) and first.startswith("--") else parameter.name
+        found[name.lstrip("-").replace("-", "_")] = parameter
+    return found
+
+
+def _typed(parameter: inspect.Parameter) -> tuple[Any, Any]:
+    """Return the type of a parameter, and what Typer was told about it."""
+    if get_origin(parameter.annotation) is not Annotated:
+        return parameter.annotation, None
+    hint, *more = get_args(parameter.annotation)
+    return hint, next((one for one in more if isinstance(one, OptionInfo)), None)
+
+
+def _option(parameter: inspect.Parameter) -> dict[str, Any]:
+    """Return the JSON schema of an option; that of a file has the format ``path``."""
+    from lorimer.cookbook.train.config_file import schema_of
+
+    hint, told = _typed(parameter)
+    found = dict(schema_of(hint) or {"type": "string"})
+    if Path in (hint, *get_args(hint)):
+        found["format"] = "path"
+    if told is not None and told.min is not None:
+        found["minimum"] = told.min
+    if told is not None and told.help:
+        found["description"] = told.help
+    if parameter.default not in (parameter.empty, None):
+        found["default"] = parameter.default if isinstance(parameter.default, int | float) else str(parameter.default)
+    return found
 
 
 def recipes() -> dict[str, Path]:

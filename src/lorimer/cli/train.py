@@ -213,7 +213,7 @@ async def run(given: "Given", url: str, is_dry: bool) -> dict[str, Any]:
     from lorimer.cookbook.program import recipe_service
     from lorimer.cookbook.train.kinds import open_job
 
-    with recipe_service(given["base_model"], url) as service:
+    with recipe_service(given["base_model"], url, name=f"lorimer train {given.name}") as service:
         async with open_job(given, service) as job:
             if is_dry:
                 from lorimer.cookbook.train.estimate import estimate

@@ -35,11 +35,12 @@ COLUMNS: list[str | Column] = [
     epilog=examples(
         "lorimer training start sft --config run.yaml --rows chats.jsonl",
         "lorimer training start rl --set base_model=lorimer/tiny --set task=arithmetic --set max_tokens=8",
+        "lorimer training start recipe:arithmetic_rl --set base_model=lorimer/tiny --set steps=20",
     )
 )
 @partial(cli_command, extra="server,cookbook")
 def start(
-    kind: Annotated[str, typer.Argument(help="sft, full, rl, dpo or distill.")],
+    kind: Annotated[str, typer.Argument(help="sft, full, rl, dpo, distill, or recipe:NAME.")],
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML or TOML file with settings.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting; repeatable.")
@@ -59,7 +60,7 @@ def start(
     made = (
         options.rest_client()
         .start_training(
-            kind,  # type: ignore[arg-type]
+            kind,
             settings,
             data=_text(rows),
             held_out_data=_text(held_out),

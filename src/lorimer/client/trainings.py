@@ -34,21 +34,21 @@ class TrainingsClient(Caller):
 
     def start_training(
         self,
-        kind: TrainingKind,
+        kind: TrainingKind | str,
         settings: Mapping[str, Any],
         *,
         data: str | None = None,
         held_out_data: str | None = None,
         dry_run: bool = False,
     ) -> "Future[Training]":
-        """Start a training on the server, with settings of ``lorimer train``."""
+        """Start a training on the server: a kind of ``lorimer train`` with its settings, or ``recipe:NAME``."""
         given = {"kind": kind, "settings": dict(settings), "data": data, "held_out_data": held_out_data}
         body = validate(StartTrainingRequest, given | {"dry_run": dry_run})
         return self._start("start_training", Training, "POST", "/trainings", body)
 
     async def start_training_async(
         self,
-        kind: TrainingKind,
+        kind: TrainingKind | str,
         settings: Mapping[str, Any],
         *,
         data: str | None = None,

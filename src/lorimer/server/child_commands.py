@@ -6,6 +6,7 @@ variables. It ends with the server, also if that is killed (``cli/child.py``).
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ KEPT = ("PATH", "PYTHONPATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBR
 """Variables of the server that a child gets: where programs and caches are, and no credentials."""
 MAX_ERROR_CHARS = 2000
 TAIL_BYTES = 16 * 1024
+NO_MEMORY = re.compile("MemoryError|allocate memory|memory allocation|start new thread", re.IGNORECASE)
+"""What a process says last when an allocation fails."""
 
 
 class ChildCommand:
@@ -26,22 +29,30 @@ class ChildCommand:
 
     RESULT, OUTPUT = "result.json", "output.log"
 
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: int, directory: Path) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, lifeline: int, directory: Path, max_memory_bytes: int
+    ) -> None:
         self._process, self._lifeline, self._directory = process, lifeline, directory
+        self._max_memory_bytes = max_memory_bytes
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], directory: Path, url: str, credential: str) -> "ChildCommand":
+    async def start(
+        cls, arguments: Sequence[str], directory: Path, url: str, credential: str, max_memory_bytes: int = 0
+    ) -> "ChildCommand":
+        """Start a command; 0 bytes set no limit. What a recipe prints is all for people, and goes to the output."""
         variables = {name: os.environ[name] for name in KEPT if name in os.environ}
         # Without a credential a client would look for one in the home directory of the server's user.
         variables |= {"LORIMER_BASE_URL": url, "LORIMER_API_KEY": credential or "tml-local", "OMP_NUM_THREADS": "1"}
         variables |= {"PYTHONSAFEPATH": "1"}  # files of users are in the directory
+        variables |= {"TYPER_USE_RICH": "0"}  # an error is the last line, not a box around it
+        is_recipe = arguments[:2] == ["recipe", "run"]
         read, write = os.pipe()
         try:
             with (directory / cls.RESULT).open("wb") as result, (directory / cls.OUTPUT).open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", MODULE, str(read), *arguments),
+                    *(sys.executable, "-u", "-m", MODULE, str(read), str(max_memory_bytes), *arguments),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=result,
+                    stdout=output if is_recipe else result,
                     stderr=output,
                     cwd=directory,
                     env=variables,
@@ -53,7 +64,7 @@ class ChildCommand:
             raise
         finally:
             os.close(read)
-        return cls(process, write, directory)
+        return cls(process, write, directory, max_memory_bytes)
 
     async def wait(self) -> int:
         """Return the exit code, after all processes of the command have ended."""
@@ -76,7 +87,12 @@ class ChildCommand:
     def error(self) -> str:
         """Return the sentence with which the command failed: its last line."""
         lines = [line for line in read_tail(self._directory / self.OUTPUT).splitlines() if line.strip()]
-        return lines[-1].removeprefix("lorimer: ")[-MAX_ERROR_CHARS:] if lines else "it printed nothing"
+        if not lines:
+            return "it printed nothing"
+        last = lines[-1].removeprefix("lorimer: ").removeprefix("Error: ")[-MAX_ERROR_CHARS:]
+        if self._max_memory_bytes and NO_MEMORY.search(last):
+            return f"it needed more than the {self._max_memory_bytes} bytes it may have (training_memory_bytes): {last}"
+        return last
 
 
 async def run_briefly(

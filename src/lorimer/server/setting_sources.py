@@ -28,6 +28,7 @@ OTHER_VARIABLES = {
     "LORIMER_API_KEY",
     "LORIMER_DEBUG",
     "LORIMER_BENCH_ENGINE",
+    "LORIMER_ENGINE_FORK_SERVER",
 }
 """Of the command line, the engine, the SDK and benchmarks."""
 

@@ -171,7 +171,9 @@ class Settings(SchedulerLimits):
 
     # The engine of each base model
     device: Annotated[Device, Setting("Where base models run.")] = "auto"
-    dtype: Annotated[Dtype, Setting("Precision of the frozen base; auto is chosen by a short probe.")] = "auto"
+    dtype: Annotated[Dtype, Setting("Precision of passes and of the frozen base; auto is chosen by a short probe.")] = (
+        "auto"
+    )
     num_threads: Annotated[int, Setting("CPU threads of each engine; 0 takes all cores.", 0)] = 0
     memory_bytes: Annotated[
         int, Setting("Memory of each engine besides the base weights; 0 takes 70 % of what is free.", 0)
@@ -200,6 +202,10 @@ class Settings(SchedulerLimits):
     ] = "refused"
     max_trainings: Annotated[int, Setting("Most of them concurrently.", 1)] = 2
     max_trainings_per_user: Annotated[int, Setting("Most of one user concurrently.", 1)] = 1
+    training_memory_bytes: Annotated[
+        int,
+        Setting("Most memory of one of their processes, on Linux; 0 is half of the machine's, -1 sets no limit.", -1),
+    ] = 0
     max_training_data_bytes: Annotated[
         int, Setting("Most bytes of the rows that one of them, or a check of data, is given.", KIB)
     ] = 32 * MIB
@@ -336,7 +342,11 @@ class Settings(SchedulerLimits):
     heartbeat_flush_seconds: Annotated[float, Setting("Heartbeats are written together this often.", 0.05)] = 15.0
     sweep_seconds: Annotated[float, Setting("Expired results and checkpoints are removed this often.", 0.05)] = 60.0
     run_summary_seconds: Annotated[
-        float, Setting("Best and last values of runs' metrics are brought up to date this often.", 0.05)
+        float,
+        Setting(
+            "Best and last values of runs' metrics are brought up to date this often; if that takes long, less often.",
+            0.05,
+        ),
     ] = 2.0
     system_sample_seconds: Annotated[
         float, Setting("CPU, memory, GPUs, disk, queues and throughput are sampled this often.", 0.05)

@@ -2,6 +2,8 @@
 
     trainings/ID/  settings.yaml, data.jsonl, held_out.jsonl, log/, output.log, result.json
 
+Recipes (``server/recipes.py``) are run by ``lorimer recipe run`` in the same way.
+
 A training reads only rows that were sent with it, and acts with a key of its user that is revoked at its end. A server
 that stops interrupts its trainings first; what a killed server leaves is interrupted by itself and marked at the next
 start. Either can be resumed: the same command goes on at the last checkpoint.
@@ -10,6 +12,7 @@ start. Either can be resumed: the same command goes on at the last checkpoint.
 import asyncio
 import json
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -25,6 +28,7 @@ from lorimer.errors import InvalidInput, NotFound, QuotaExceeded, TooLarge
 from lorimer.server.child_commands import ChildCommand, own_address, read_tail
 from lorimer.server.credentials import Credentials
 from lorimer.server.errors import Refusal
+from lorimer.server.recipes import PREFIX, check_options, recipe_command
 from lorimer.server.settings import Settings
 from lorimer.store import audit, tracking, trainings
 from lorimer.store.database import Store
@@ -91,14 +95,19 @@ class Trainings:
             )
         return ""
 
-    async def create(self, user: User, asked: StartTrainingRequest, url: str) -> StoredTraining:
-        """Store a training and start it."""
+    async def create(
+        self, user: User, asked: StartTrainingRequest, url: str, kinds: Mapping[str, Any]
+    ) -> StoredTraining:
+        """Store a training and start it; ``kinds`` has the schemas of the recipes."""
         if reason := self.reason_against():
             raise Refusal(403, "trainings_off", reason)
         address = own_address(url)
         training_id = secrets.token_hex(16)
-        settings = checked_settings(asked, may_name_code=self._settings.training_graders == "allowed")
-        settings = {"save_every": SAVE_EVERY, "name": f"{asked.kind} {training_id[:6]}"} | settings
+        if asked.kind.startswith(PREFIX):
+            settings = checked_recipe(asked, kinds)
+        else:
+            settings = checked_settings(asked, may_name_code=self._settings.training_graders == "allowed")
+            settings = {"save_every": SAVE_EVERY, "name": f"{asked.kind} {training_id[:6]}"} | settings
         sizes = [len((text or "").encode("utf-8", "replace")) for text in (asked.data, asked.held_out_data)]
         if sum(sizes) > self._settings.max_training_data_bytes:
             raise TooLarge(
@@ -162,11 +171,11 @@ class Trainings:
     async def _launch(self, training: StoredTraining, user: User, address: str) -> None:
         """Start the process with a new key of the user, and follow it. Record a start that fails."""
         running, directory = self._running[training.training_id], self._folder / training.training_id
-        arguments = ["train", training.kind, "--config", SETTINGS_FILE, "-f", "json"]
-        arguments += ["--dry-run"] if training.is_dry_run else []
         try:
             secret = await self._make_key(training, user)
-            running.child = await ChildCommand.start(arguments, directory, address, secret)
+            arguments = await asyncio.to_thread(command_of, training, directory)
+            memory = memory_limit(self._settings.training_memory_bytes)
+            running.child = await ChildCommand.start(arguments, directory, address, secret, memory)
         except BaseException as error:
             del self._running[training.training_id]
             await self._end(training, "failed", f"it could not be started: {error}")
@@ -239,16 +248,20 @@ class Trainings:
         await asyncio.to_thread(shutil.rmtree, self._folder / training.training_id, ignore_errors=True)
 
     async def find_run(self, training: StoredTraining) -> str | None:
-        """Return the run of a training, by the key that its loop has written to its log directory."""
-        if training.run_id is not None or training.is_dry_run:
+        """Return the run of a training, by the key that its loop has written to its log directory.
+
+        A recipe may have several, one in each stage; it is the newest until the recipe ends.
+        """
+        is_final = training.run_id is not None and not (
+            training.kind.startswith(PREFIX) and training.state == "running"
+        )
+        if is_final or training.is_dry_run:
             return training.run_id
-        path = self._folder / training.training_id / LOG_FOLDER / "run.json"
-        try:
-            key = json.loads(await asyncio.to_thread(path.read_text, "utf-8"))["run_key"]
-        except (OSError, ValueError, KeyError):
-            return None
-        run_id: str | None = await self._store.read(tracking.run_with_key, training.user_id, str(key))
-        if run_id is not None:
+        key = await asyncio.to_thread(newest_run_key, self._folder / training.training_id / LOG_FOLDER)
+        if key is None:
+            return training.run_id
+        run_id: str | None = await self._store.read(tracking.run_with_key, training.user_id, key)
+        if run_id not in (None, training.run_id):
             await self._store.write(trainings.set_run, training.training_id, run_id)
         return run_id
 
@@ -281,6 +294,45 @@ def checked_settings(asked: StartTrainingRequest, *, may_name_code: bool) -> dic
     if asked.data is None and (asked.kind != "rl" or asked.held_out_data is not None):
         raise InvalidInput(f"data is missing; a training of the kind {asked.kind} needs rows, as the text of JSONL")
     return settings
+
+
+def checked_recipe(asked: StartTrainingRequest, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe. Refuse those that it does not offer to users."""
+    check_options(asked.kind, asked.settings, kinds)
+    if asked.dry_run or asked.held_out_data is not None:
+        raise InvalidInput(f"{'dry_run' if asked.dry_run else 'held_out_data'} is set, which recipes do not have")
+    rows = kinds[asked.kind]["x-rows"]
+    if (rows == "none" and asked.data is not None) or (rows == "needed" and asked.data is None):
+        raise InvalidInput(f"data is {'missing' if asked.data is None else 'set'}; {asked.kind} takes rows: {rows}")
+    if not isinstance(asked.settings.get("base_model"), str):
+        raise InvalidInput("settings has no base_model; the name of a model that is served here is needed")
+    return dict(asked.settings)
+
+
+def command_of(training: StoredTraining, directory: Path) -> list[str]:
+    """Return the command of ``lorimer`` that runs a training in its directory."""
+    if training.kind.startswith(PREFIX):
+        rows = Path(DATA_FILE) if (directory / DATA_FILE).is_file() else None
+        log_dir = Path(LOG_FOLDER) / training.kind.removeprefix(PREFIX)  # its last part is the name of the run
+        return recipe_command(training.kind, training.settings, log_dir, rows)
+    arguments = ["train", training.kind, "--config", SETTINGS_FILE, "-f", "json"]
+    return [*arguments, "--dry-run"] if training.is_dry_run else arguments
+
+
+def memory_limit(setting: int) -> int:
+    """Return the bytes that a process may have; 0 for no limit."""
+    if setting:
+        return max(setting, 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def newest_run_key(folder: Path) -> str | None:
+    """Return the key of the run that began last in a log directory or those below it; none before there is one."""
+    try:
+        paths = sorted(folder.rglob("run.json"), key=lambda path: path.stat().st_mtime)
+        return str(json.loads(paths[-1].read_text("utf-8"))["run_key"]) if paths else None
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _refuse_code(settings: Mapping[str, Any]) -> None:

@@ -15,7 +15,12 @@ async def test_sampling_session_is_made_once(ada):
     assert await ada.sampler(session_id, 4) == f"{session_id}:sample:4"
     assert await ada.sampler(session_id, 4) == f"{session_id}:sample:4"
     described = await ada.fetch(f"samplers/{session_id}:sample:4")
-    assert described == {"sampler_id": f"{session_id}:sample:4", "base_model": MODEL, "model_path": None}
+    assert described == {
+        "sampler_id": f"{session_id}:sample:4",
+        "base_model": MODEL,
+        "model_path": None,
+        "model_id": None,
+    }
 
 
 @pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])

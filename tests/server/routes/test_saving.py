@@ -124,6 +124,7 @@ async def test_weights_info_says_what_a_new_run_needs(ada):
         "train_embed": False,
         "train_norms": False,
         "use_rslora": False,
+        "use_dora": False,
     }
 
 

@@ -21,6 +21,7 @@ from lorimer.server.openai.parameters import BadParameter
 from lorimer.server.openai.schemas import Sampling
 from lorimer.server.openai.text import TextModel, text_model
 from lorimer.server.routes.ownership import find_weights, quote_id
+from lorimer.store.weights import WeightsShape
 from lorimer.types.paths import SCHEME
 from lorimer.types.stops import StopMatcher
 
@@ -36,22 +37,22 @@ class Source:
     name: str
     text: TextModel
     weights_id: str | None
-    rank: int | None
+    shape: WeightsShape | None
     """Of the weights."""
 
 
 async def find_source(request: Request, name: str) -> Source:
     """A served base model, a checkpoint of the caller's, or a published one; 404 for anything else."""
-    weights_id, rank, base_model = None, None, name
+    weights_id, shape, base_model = None, None, name
     if name.startswith(SCHEME):
         weights = await find_weights(request, name)
-        weights_id, rank, base_model = weights.weights_id, weights.rank, weights.base_model
+        weights_id, shape, base_model = weights.weights_id, weights.shape, weights.base_model
     served = context_of(request).scheduler.models
     if base_model not in served:
         accepted = ", ".join(map(repr, served))
         detail = f"model {quote_id(name)} is not served here; accepted are {accepted} and {SCHEME} paths on them"
         raise BadParameter("model", detail, "model_not_found", 404)
-    return Source(name, await text_model(request, base_model), weights_id, rank)
+    return Source(name, await text_model(request, base_model), weights_id, shape)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def start(request: Request, source: Source, body: Sampling, wanted: Sequence[Wan
         user_id, weights_id = user_of(request).user_id, source.weights_id
         for made, one in zip(requests, wanted, strict=True):
             sample = context.scheduler.start_sample(
-                user_id, source.text.name, weights_id, made, rank=source.rank, grammar=one.grammar, stream=body.stream
+                user_id, source.text.name, weights_id, made, shape=source.shape, grammar=one.grammar, stream=body.stream
             )
             samples.append(sample)
     except BaseException:

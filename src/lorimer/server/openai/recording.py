@@ -83,10 +83,10 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 async def resolve_sampler(request: Request, run: TrackedRun, sampler: str) -> Source:
     """Return the weights that ``sampler`` names; they must be of the run's base model."""
-    weights_id, rank, base_model = None, None, sampler
+    weights_id, shape, base_model = None, None, sampler
     if sampler.startswith(SCHEME):
         named = await find_weights(request, sampler)
-        weights_id, rank, base_model = named.weights_id, named.rank, named.base_model
+        weights_id, shape, base_model = named.weights_id, named.shape, named.base_model
     elif sampler != run.base_model:
         found = await find_sampler(request, sampler)
         weights_id, base_model = found.weights_id, found.base_model
@@ -94,14 +94,14 @@ async def resolve_sampler(request: Request, run: TrackedRun, sampler: str) -> So
             kept = await context_of(request).store.read(weights.get_weights, weights_id)
             if kept is None:
                 raise Gone(f"the weights of the sampler {quote_id(sampler)} have expired; save them again")
-            rank = kept.rank
+            shape = kept.shape
     if base_model != run.base_model:
         raise InvalidInput(
             f"the sampler {quote_id(sampler)} is of base model {base_model!r}; one of {run.base_model!r}, the run's, is"
             " accepted"
         )
     check_served(context_of(request), base_model)
-    return Source(sampler, await text_model(request, base_model), weights_id, rank)
+    return Source(sampler, await text_model(request, base_model), weights_id, shape)
 
 
 def chosen_chat(body: ChatRequest, choice: Choice) -> ChatRequest:

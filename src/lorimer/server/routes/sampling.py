@@ -75,7 +75,10 @@ async def get_sampler(request: Request) -> Response:
     sampler = await find_sampler(request, request.path_params["sampler_id"])
     return reply(
         types.GetSamplerResponse(
-            sampler_id=sampler.sampling_session_id, base_model=sampler.base_model, model_path=sampler.model_path
+            sampler_id=sampler.sampling_session_id,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+            model_id=sampler.model_id,
         )
     )
 

@@ -20,6 +20,7 @@ from lorimer.server.child_commands import own_address, run_briefly
 from lorimer.server.context import Context, context_of, key_of, user_of
 from lorimer.server.errors import Refusal
 from lorimer.server.openapi import Endpoint
+from lorimer.server.recipes import PREFIX, ROWS, offered_recipe
 from lorimer.server.routes.field_checks import check_metadata, check_text
 from lorimer.server.routes.models import check_served
 from lorimer.server.routes.ownership import look_up, quote_id
@@ -45,7 +46,8 @@ async def start_training(request: Request) -> Response:
     check_metadata(context.settings, body.settings, "settings")
     if isinstance(model := body.settings.get("base_model"), str):
         check_served(context, model.removesuffix(":full"))
-    made = await context.trainings.create(user_of(request), body, context.url)
+    kinds = await read_kinds(context) if body.kind.startswith(PREFIX) and context.url else {}
+    made = await context.trainings.create(user_of(request), body, context.url, kinds)
     return reply(wire.Training.model_validate(shown(made)))
 
 
@@ -111,13 +113,22 @@ async def read_kinds(context: Context) -> dict[str, Any]:
     """Return the schemas, which a child process is asked for once."""
     async with context.kinds_lock:
         if not context.training_kinds:
-            with tempfile.TemporaryDirectory(prefix="lorimer-kinds-") as folder:
-                seconds = context.settings.data_check_seconds
-                code, printed, error = await run_briefly(["train", "schema"], Path(folder), context.url, "", seconds)
-            if code:
-                raise Refusal(503, "no_cookbook", f"the kinds of training cannot be listed: {error}")
-            context.training_kinds = {name: offered(schema) for name, schema in orjson.loads(printed).items()}
+            kinds, recipes = await asyncio.gather(read_schemas(context, "train"), read_schemas(context, "recipe"))
+            context.training_kinds = {name: offered(schema) | rows_of(schema) for name, schema in kinds.items()}
+            context.training_kinds |= {
+                PREFIX + name: offered_recipe(schema) | rows_of(schema) for name, schema in recipes.items()
+            }
         return context.training_kinds
+
+
+async def read_schemas(context: Context, command: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="lorimer-kinds-") as folder:
+        seconds = context.settings.data_check_seconds
+        code, printed, error = await run_briefly([command, "schema"], Path(folder), context.url, "", seconds)
+    if code:
+        raise Refusal(503, "no_cookbook", f"the kinds of training cannot be listed: {error}")
+    found: dict[str, Any] = orjson.loads(printed)
+    return found
 
 
 def offered(schema: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +136,13 @@ def offered(schema: dict[str, Any]) -> dict[str, Any]:
     properties = {name: one for name, one in schema["properties"].items() if name not in OWN_SETTINGS}
     properties["save_every"] = properties["save_every"] | {"default": SAVE_EVERY}
     return schema | {"properties": properties, "required": [one for one in schema["required"] if one in properties]}
+
+
+def rows_of(schema: dict[str, Any]) -> dict[str, str]:
+    """Return whether a training takes rows."""
+    if ROWS not in schema["properties"]:
+        return {"x-rows": "none"}
+    return {"x-rows": "needed" if ROWS in schema["required"] else "optional"}
 
 
 async def check_data(request: Request) -> Response:
