@@ -16,6 +16,7 @@ from lorimer.server.serve import bind
 from lorimer.server.settings import Settings
 
 HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
+LARGE = 20_000_000
 
 
 class Application:
@@ -23,7 +24,7 @@ class Application:
 
     def __init__(self) -> None:
         self.scopes = []
-        self.gone = asyncio.Event()
+        self.gone, self.may_end = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         self.scopes.append(scope)
@@ -44,11 +45,24 @@ class Application:
             body += message["body"]
             if not message["more_body"]:
                 break
+        await self.respond(scope, body, send)
+
+    async def respond(self, scope, body, send):
+        path = scope["path"]
         if path == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for part in (b"one ", b"", b"two"):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+        elif path == "/slow":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            await self.may_end.wait()
+            await send({"type": "http.response.body", "body": b""})
+        elif path == "/large":
+            await answer(send, bytes(LARGE), headers=[(b"connection", b"close")])
+        elif path == "/cancelled":
+            raise asyncio.CancelledError
         elif path == "/fails":
             raise RuntimeError("planted")
         elif path == "/short":
@@ -62,8 +76,9 @@ class Application:
             await answer(send, json.dumps([scope["method"], path, query, body.decode("latin-1")]).encode())
 
 
-async def answer(send, body, status=200):
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+async def answer(send, body, status=200, headers=()):
+    headers = [(b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -225,6 +240,12 @@ async def test_what_the_application_may_not_do_ends_the_connection(path, caplog)
         caplog.clear()
 
 
+async def test_a_cancelled_application_ends_the_connection():
+    async with running() as one:
+        with contextlib.suppress(ConnectionError):
+            assert await one.ask(b"GET /cancelled " + HEAD + b"\r\n") == b""
+
+
 async def test_bodies_that_nobody_reads():
     """A short rest is discarded and the connection kept; after a long one the client still gets the response."""
     async with running() as one:
@@ -252,7 +273,42 @@ async def test_continue_is_sent_when_the_body_is_wanted():
             writer.write(b"hi")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
         writer.close()
-        assert b"100 Continue" not in await one.ask(b"POST /unread " + expecting, until=1)
+        # The client may leave its body out, so that what follows cannot be told from it.
+        refused = await one.ask(b"POST /unread " + expecting)
+        assert b"100 Continue" not in refused and b"connection: close" in refused
+
+
+@pytest.mark.parametrize("filler", [b"T: %b\r\n\r\n", b"1;e=%b\r\na\r\n0\r\n\r\n"], ids=["trailer", "extension"])
+async def test_a_large_body_does_not_allow_a_long_trailer(filler):
+    """The parser would copy all of it with every part that arrives: 4 MiB took seconds of the event loop."""
+    body = b"%x\r\n%b\r\n" % (2**20, bytes(2**20)) + (b"0\r\n" if filler.startswith(b"T") else b"")
+    request = b"POST /a " + HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body
+    async with running() as one:
+        received = await one.ask(request + filler % (b"x" * (http_server.MAX_HEADER_BYTES + 4096)))
+        assert responses(received)[0] == (400, b"broken")
+        received = await one.ask(request + filler % (b"x" * (http_server.MAX_HEADER_BYTES // 2)), until=1)
+        assert responses(received)[0][0] == 200
+
+
+async def test_too_many_headers_are_refused_by_their_number():
+    async with running() as one:
+        received = await one.ask(b"GET /a " + HEAD + b"x: y\r\n" * 200 + b"\r\n")
+        assert b"more than 100 headers" in received and received.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_client_that_reads_slowly_gets_the_whole_response(monkeypatch):
+    """Although the connection ends after it, and more was sent behind the request."""
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.05)
+    async with running() as one:
+        reader, writer = await one.connect()
+        writer.write(b"GET /large " + HEAD + b"\r\n" + b"GET /a " + HEAD + b"x: %b\r\n\r\n" % (b"y" * 2000))
+        received = 0
+        async with asyncio.timeout(30):
+            while part := await reader.read(2**20):
+                received += len(part)
+                await asyncio.sleep(0.02)
+        assert received > LARGE
+        writer.close()
 
 
 async def test_an_upgrade_is_not_offered_and_its_request_is_answered_with_its_body():
@@ -265,6 +321,18 @@ async def test_an_upgrade_is_not_offered_and_its_request_is_answered_with_its_bo
             ((status, body),) = responses(received)
             assert (status, json.loads(body)) == (200, ["POST", "/a", "", "hello"])
             assert b"connection: close" in received
+
+
+async def test_stop_closes_a_connection_whose_response_had_begun():
+    async with running() as one:
+        reader, writer = await one.connect()
+        writer.write(b"GET /slow " + HEAD + b"\r\n")
+        async with asyncio.timeout(5):
+            await reader.readuntil(b"begun")
+            one.server.stop()
+            one.app.may_end.set()
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()
 
 
 async def test_stop_lets_a_request_in_flight_end_and_closes_idle_connections():

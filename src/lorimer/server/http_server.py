@@ -117,9 +117,8 @@ class HttpServer:
                 accepted, _ = await loop.sock_accept(self._listener)
                 await loop.connect_accepted_socket(lambda: Connection(self, loop), accepted)
             except OSError as error:
-                if error.errno in _OUT_OF_FILES:
-                    await asyncio.sleep(FULL_SECONDS)
                 # Else the client has gone before it was accepted.
+                await asyncio.sleep(FULL_SECONDS if error.errno in _OUT_OF_FILES else 0)
 
 
 class Connection(asyncio.Protocol):
@@ -140,6 +139,9 @@ class Connection(asyncio.Protocol):
         self._unparsed = b""
         self._overhead = 0
         """Bytes of the current request that are not its body."""
+        self._num_since_body = 0
+        """Those of them since its last byte of body. The parser copies a long trailer again with every part of it, so
+        the bytes that a body allows are not all allowed in one place."""
         self._upgrade_bytes = 0
         """Bytes of a body that follow a refused upgrade, where the parser does not expect any."""
         self._refusal: tuple[int, str, str] | None = None
@@ -155,6 +157,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._client, self._local = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
         self.server.add(self)
+        if self.server.is_stopping:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._is_ending:
@@ -227,14 +231,17 @@ class Connection(asyncio.Protocol):
             part = data[at : at + max(FEED_BYTES, known or 0)]
             at += len(part)
             self._overhead += len(part)
+            self._num_since_body += len(part)
             try:
                 self._parser.feed_data(part)
             except httptools.HttpParserUpgrade as upgrade:
                 at += upgrade.args[0] - len(part)
             except httptools.HttpParserError as error:
-                self._refuse(400, "bad_request", f"the request cannot be parsed: {error}")
+                # What a callback below raised is its context.
+                self._refuse(400, "bad_request", f"the request cannot be parsed: {error.__context__ or error}")
             received = self._incoming.num_received if self._incoming is not None else 0
-            if self._overhead > MAX_HEADER_BYTES + FRAMING_RATIO * received:
+            is_long = self._overhead > MAX_HEADER_BYTES + FRAMING_RATIO * received
+            if is_long or self._num_since_body > MAX_HEADER_BYTES:
                 self._refuse(431, "too_large", f"at most {MAX_HEADER_BYTES} bytes of headers are accepted")
         self._unparsed = b"" if self._is_ending or self._refusal is not None else bytes(data[at:])
 
@@ -321,6 +328,7 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._overhead -= len(data)
+        self._num_since_body = 0
         assert self._incoming is not None
         self._incoming.add_input(data)
 
@@ -336,7 +344,7 @@ class Connection(asyncio.Protocol):
             return
         assert self._incoming is not None
         self._incoming.complete_input()
-        self._incoming, self._overhead = None, 0
+        self._incoming, self._overhead, self._num_since_body = None, 0, 0
         if not self._exchanges:  # the rest of a body was discarded
             self._await_request()
 
@@ -358,6 +366,8 @@ class Connection(asyncio.Protocol):
             self._exchanges[0].start(self._loop)
         elif self._refusal is not None:
             self._end_with_refusal()
+        elif self.server.is_stopping:  # since this response began
+            self._end()
         else:
             self._await_request()
             self._parse()
@@ -377,7 +387,13 @@ class Connection(asyncio.Protocol):
             self._transport.write_eof()
         self.pause_or_resume()
         self._timer.cancel()
-        self._timer = self._loop.call_later(LINGER_SECONDS, self._transport.abort)
+        self._timer = self._loop.call_later(LINGER_SECONDS, self._linger)
+
+    def _linger(self) -> None:
+        if self._transport.get_write_buffer_size():  # the kernel ends a connection whose client reads nothing
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._linger)
+        else:
+            self._transport.abort()
 
 
 class Exchange:
@@ -415,8 +431,9 @@ class Exchange:
             await connection.server.app(self.scope, self.receive, self.send)
         except Exception:
             logger.exception("the application failed", extra={"path": self.scope["path"][:200]})
-        if not (self._is_answered or connection.is_lost):
-            connection.abort()
+        finally:
+            if not (self._is_answered or connection.is_lost):
+                connection.abort()
 
     # ── the request ───────────────────────────────────────────────────────────────────────────────────
 
@@ -478,7 +495,8 @@ class Exchange:
             self._num_owed = 0
         elif not has_length:
             self._is_chunked, self._keep_alive = not is_1_0, self._keep_alive and not is_1_0
-        if not self._has_all_input and not self._can_discard():
+        # A client that was not told to continue may leave its body out.
+        if not self._has_all_input and (self.expects_continue or not self._can_discard()):
             self._keep_alive = False
         head = b"".join(parts)
         if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines or b"\0" in head:
