@@ -66,6 +66,28 @@ def test_address_that_takes_requests_and_never_answers_is_given_up_too(monkeypat
             asked.result(timeout=transport.TIMEOUT_SECONDS / 2)
 
 
+def test_server_that_takes_long_for_the_first_request_is_waited_for(monkeypatch):
+    """It says that it is there when it is asked for that, and it is not asked again for the rest."""
+    monkeypatch.setattr(transport, "FIRST_ANSWER_SECONDS", 0.4)
+    paths: list[str] = []
+
+    class Slow(Answering):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            if "healthz" not in self.path:
+                time.sleep(2)
+            super().do_GET()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        service = lorimer.ServiceClient(base_url=f"http://127.0.0.1:{server.server_port}")
+        assert service.get_server_capabilities().supported_models == []
+    finally:
+        end(server)
+    assert sorted(paths) == ["/api/v1/get_server_capabilities", transport.HEALTH_PATH]
+
+
 def test_server_that_answered_is_waited_for_also_by_new_clients(monkeypatch):
     monkeypatch.setattr(transport, "FIRST_ANSWER_SECONDS", 0.2)
     server = begin()

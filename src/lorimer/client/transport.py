@@ -10,7 +10,7 @@ import time
 import urllib.request
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any, TypedDict, TypeVar
 
@@ -65,6 +65,7 @@ REPORT_SECONDS = 60.0
 FIRST_ANSWER_SECONDS = 10.0
 """How long an address that never answered this process is tried; one that did may be restarting, and is waited for."""
 MIN_ATTEMPT_SECONDS = 0.1
+HEALTH_PATH = "/api/v1/healthz"
 
 
 class Transport:
@@ -106,7 +107,8 @@ class Transport:
     ) -> httpx2.Response:
         """The answer, whatever its status; raises only if there is none.
 
-        ``timeout`` limits how long nothing moves, ``within`` the whole exchange.
+        ``timeout`` limits how long nothing moves, ``within`` the time until the server answers this, or whether it is
+        there.
         """
         client = self._client or await self._open()
         # The credential of a call, if it has one, goes before the client's own.
@@ -119,8 +121,8 @@ class Transport:
             extensions={"timeout": httpx2.Timeout(timeout, connect=CONNECT_SECONDS).as_dict()},
         )
         try:
-            async with asyncio.timeout(within):
-                response = await self._exchange(client, request, follow_redirects)
+            exchange = self._exchange(client, request, follow_redirects)
+            response = await (exchange if within is None else self._first_exchange(client, exchange, within))
         except (httpx2.TimeoutException, TimeoutError) as error:
             raise APITimeoutError(request) from error
         except (httpx2.HTTPError, OSError) as error:
@@ -134,6 +136,25 @@ class Transport:
             level = logging.ERROR if response.headers.get("x-deprecation-level") == "error" else logging.WARNING
             log.log(level, "%s", note)
         return response
+
+    async def _first_exchange(
+        self, client: httpx2.AsyncClient, exchange: Coroutine[Any, Any, httpx2.Response], within: float
+    ) -> httpx2.Response:
+        """Ask an address that never answered whether it is there, if it has not answered after half of the time.
+
+        A server may take long for what it was asked, and then it must not be asked again.
+        """
+        sending = asyncio.create_task(exchange)
+        try:
+            await asyncio.wait({sending}, timeout=within / 2)
+            if not sending.done():
+                health = httpx2.Request("GET", _url(self.base_url + HEALTH_PATH), headers=self._common_headers)
+                async with asyncio.timeout(within / 2):
+                    await self._exchange(client, health, follow_redirects=False)
+                self._loop.note_answer(self.base_url)
+            return await sending
+        finally:
+            sending.cancel()
 
     async def _exchange(
         self, client: httpx2.AsyncClient, request: httpx2.Request, follow_redirects: bool
