@@ -51,6 +51,28 @@ async def test_a_run_that_takes_long_waits_and_others_do_not(start, monkeypatch)
         assert await summarised(heavy=4.0) == [4, 3], "it is heavy no more"
 
 
+async def test_a_new_process_summarises_what_had_to_wait_in_the_last(start, monkeypatch):
+    async with start(run_summary_seconds=3600) as running:
+        store = running.context.store
+        user = await store.write(ensure_user, "ada")
+        session = await store.write(create_session, user_id=user.user_id)
+        heavy, light = [await store.write(make_part, session, number) for number in range(2)]
+        last = Summariser(store, clock=lambda: 0.0)
+        monkeypatch.setattr(run_summaries, "HEAVY_SECONDS", -1.0)
+        await store.write(report, heavy, 1.0)
+        await last.advance()
+        last._rests_until = MAX_REST_SECONDS
+        await store.write(report, heavy, 2.0)
+        monkeypatch.setattr(run_summaries, "HEAVY_SECONDS", 3600.0)
+        await store.write(report, light, 3.0)
+        await last.advance()
+        assert await store.read(last_values) == {heavy.run_id: 1, light.run_id: 3}
+        new = Summariser(store)
+        new._holder = last._holder  # or its lease would have to expire first
+        await new.advance()
+        assert await store.read(last_values) == {heavy.run_id: 2, light.run_id: 3}
+
+
 @pytest.mark.parametrize(("seconds", "rest"), [(0.05, 10.0), (60.0, MAX_REST_SECONDS)])
 async def test_the_rest_is_a_hundred_times_the_work_within_a_limit(seconds, rest, start, monkeypatch):
     async with start(run_summary_seconds=3600) as running:

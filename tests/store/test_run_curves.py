@@ -132,9 +132,12 @@ def test_summaries_equal_the_naive_ones_for_random_histories(store, session):
 
 
 def test_runs_with_new_metrics_are_found(store, session, parts):
-    start = store.read_now(run_curves.summarised_entry)
-    changed, newest = store.read_now(run_curves.changed_runs, start)
+    changed, newest = store.read_now(run_curves.changed_runs, 0)
     assert changed == [parts[0].run_id]
     assert store.read_now(run_curves.changed_runs, newest) == ([], newest)
-    summary_of(store, parts[0].run_id)
-    assert store.read_now(run_curves.summarised_entry) == newest
+    alone = store.write_now(make_part, session, 9)
+    store.write_now(report, alone, {0: 1.0})
+    found, newest = store.read_now(run_curves.unsummarised_runs)
+    assert sorted(found) == sorted([parts[0].run_id, alone.run_id])
+    summary_of(store, alone.run_id)
+    assert store.read_now(run_curves.unsummarised_runs) == ([parts[0].run_id], newest)

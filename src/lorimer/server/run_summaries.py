@@ -43,7 +43,9 @@ class Summariser:
         looked at again.
         """
         if self._after is None:
-            self._after = self._next_after = await self._store.read(run_curves.summarised_entry)
+            found, newest = await self._store.read(run_curves.unsummarised_runs)
+            self._after = self._next_after = newest
+            self._postponed = dict.fromkeys(found)
         found, newest = await self._store.read(run_curves.changed_runs, self._after)
         changed = self._postponed | dict.fromkeys(found)
         if changed and not await self._store.write(leases.take, "run-summaries", self._holder, LEASE_SECONDS):

@@ -11,7 +11,7 @@ from itertools import compress
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, exists, func, select, update
 
 from lorimer.store import metrics
 from lorimer.store.metrics import START, Choice, Cursor, Reading, Window
@@ -156,9 +156,13 @@ _decode = msgspec.msgpack.Decoder(State).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def _newest_entry(c: Connection) -> int:
+    return c.execute(select(func.max(metrics_table.c.entry_id))).scalar() or 0
+
+
 def changed_runs(c: Connection, after: int) -> tuple[list[str], int]:
     """Return the runs with metrics newer than an entry, and the newest entry."""
-    newest = c.execute(select(func.max(metrics_table.c.entry_id))).scalar() or 0
+    newest = _newest_entry(c)
     if newest <= after:
         return [], newest
     query = select(runs.c.run_id).distinct().join(metrics_table, metrics_table.c.model_id == runs.c.model_id)
@@ -166,9 +170,17 @@ def changed_runs(c: Connection, after: int) -> tuple[list[str], int]:
     return list(found), newest
 
 
-def summarised_entry(c: Connection) -> int:
-    """Return the newest entry of any summary, after which a new process continues."""
-    return c.execute(select(func.max(metric_states.c.entry_id))).scalar() or 0
+def unsummarised_runs(c: Connection) -> tuple[list[str], int]:
+    """Return the runs whose summaries may lack metrics, with which a new process begins, and the newest entry.
+
+    The newest entry of all summaries would not do: runs whose summaries take long lag behind the others. Resumed runs
+    are always among them, because the last entries of an interrupted part are never read.
+    """
+    newest = _newest_entry(c)
+    summarised = func.coalesce(metric_states.c.entry_id, 0)
+    lacks = exists().where(metrics_table.c.model_id == runs.c.model_id, metrics_table.c.entry_id > summarised)
+    query = select(runs.c.run_id).distinct().outerjoin(metric_states, metric_states.c.model_id == runs.c.model_id)
+    return list(c.execute(query.where(runs.c.run_id.is_not(None), lacks)).scalars()), newest
 
 
 @dataclass(frozen=True)
