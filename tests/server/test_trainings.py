@@ -181,6 +181,8 @@ RECIPES = {
                 "teacher": {"anyOf": [{"type": "string"}, {"type": "null"}]},
                 "graders": {"enum": ["processes", "ray"]},
                 "steps": {"type": "integer", "minimum": 1},
+                "grader_workers": {"type": "integer", "minimum": 1},
+                "suffix": {"type": "string"},
             },
         }
     )
@@ -197,6 +199,9 @@ RECIPES = {
         ({"settings": {"data": "/etc/passwd"}}, "does not accept from users"),
         ({"settings": {"agent": "os:system"}}, "does not accept from users"),
         ({"settings": {"graders": "ray"}}, "does not accept from users"),
+        ({"settings": {"grader_workers": 5000}}, "does not accept from users"),
+        ({"settings": {"suffix": True}}, "not a choice between true and false"),
+        ({"settings": {"suffix": "a\0b"}}, "a null character is not accepted"),
         ({"settings": {"steps": ["--data=x"]}}, "a text, a number or a boolean"),
         ({"settings": {"teacher": "/var/weights"}}, "a tinker:// path is accepted"),
         ({"data": None}, "data is missing"),

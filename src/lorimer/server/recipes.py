@@ -21,8 +21,8 @@ TEXTS = {
     "teacher",  # checked: a checkpoint
 }
 """Options with texts by which a recipe reads no file and runs no code of the server's machine."""
-REFUSED = {"environments", "graders"}
-"""Options with a choice of where processes run."""
+REFUSED = {"environments", "graders", "environment_workers", "grader_workers"}
+"""Options with a choice of where processes run, and of how many."""
 
 Schema = dict[str, Any]
 
@@ -42,6 +42,10 @@ def _is_offered(name: str, option: Schema) -> bool:
     return "string" not in kinds or name in TEXTS
 
 
+def _is_boolean(option: Schema) -> bool:
+    return "boolean" in {one.get("type") for one in option.get("anyOf", [option])}
+
+
 def check_options(kind: str, settings: Mapping[str, Any], kinds: Mapping[str, Schema]) -> None:
     """Refuse a recipe that is not offered, and options that it does not have or that users may not set."""
     if kind not in kinds:
@@ -57,6 +61,10 @@ def check_options(kind: str, settings: Mapping[str, Any], kinds: Mapping[str, Sc
             raise InvalidInput(f"settings has {name!r:.100}, which {kind} does not accept from users; {hint}")
         if not isinstance(value, str | int | float):
             raise InvalidInput(f"settings has {name} {value!r:.100}; a text, a number or a boolean is accepted")
+        if isinstance(value, bool) and not _is_boolean(accepted[name]):
+            raise InvalidInput(f"settings has {name} {value}, which is not a choice between true and false")
+        if isinstance(value, str) and "\0" in value:
+            raise InvalidInput(f"settings has {name} {value!r:.100}; a null character is not accepted")
     if (teacher := settings.get("teacher")) is not None and not str(teacher).startswith(SCHEME):
         raise InvalidInput(f"settings has teacher {teacher!r:.200}; a {SCHEME} path is accepted")
 

@@ -46,8 +46,8 @@ STOP_SECONDS = 10.0
 """How long a training may take to end after it was interrupted."""
 SAVE_EVERY = 20
 """Steps between checkpoints unless the settings say otherwise, so that there is something to resume."""
-OWN_SETTINGS = ("data", "held_out_data", "log_dir", "base_url", "sinks")
-"""Settings that name files or services: the server decides them."""
+OWN_SETTINGS = ("data", "held_out_data", "log_dir", "base_url", "sinks", "grader_workers")
+"""Settings that name files or services, or a number of processes: the server decides them."""
 CODE_SETTINGS = ("grader", "graders", "eval_grader")
 """Settings that may name code."""
 PATH_SETTINGS = ("load_from", "teacher_path", "kl_reference")
@@ -263,7 +263,7 @@ class Trainings:
         run_id: str | None = await self._store.read(tracking.run_with_key, training.user_id, key)
         if run_id not in (None, training.run_id):
             await self._store.write(trainings.set_run, training.training_id, run_id)
-        return run_id
+        return run_id or training.run_id  # of the last stage, until the run of a new one is created
 
     async def output(self, training: StoredTraining) -> str:
         return await asyncio.to_thread(read_tail, self._folder / training.training_id / ChildCommand.OUTPUT)
