@@ -23,7 +23,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 DOCUMENT_IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-MAX_LINES = {"README.md": 150, "ARCHITECTURE.md": 195, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
+MAX_LINES = {"README.md": 150, "ARCHITECTURE.md": 220, "CONTRIBUTING.md": 80, "AGENTS.md": 30}
 
 SOURCE_SUFFIXES = (".py", ".md", ".toml")
 FOLDERS = {"src", "tests", "docs", "tools", "bench", ".ci"} | {
@@ -215,9 +215,9 @@ def test_notebook_is_of_format_4_5():
 
 @pytest.mark.service
 def test_notebook_prints_what_it_was_saved_with(tmp_path):
-    """Run its cells in one program; numbers may differ between machines."""
+    """Run its cells in one program, in the dtype they were saved with; numbers may differ between machines."""
     program = "\n".join("".join(cell["source"]) for cell in notebook_cells("code"))
-    settings = environment(LORIMER_DATA=str(tmp_path / "data"))
+    settings = environment(LORIMER_DATA=str(tmp_path / "data"), LORIMER_DTYPE="float32")
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
     )

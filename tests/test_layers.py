@@ -33,7 +33,7 @@ MAY_IMPORT = {
         "engine.reservations",
     },
     "cluster": {"engine.config", "scheduler.placement", "server.settings", "server.setting_sources"},
-    "server": {"types", "chat", "store", "scheduler", "engine.process", "engine.config", "console", "terminal"},
+    "server": {"types", "chat", "store", "scheduler", "engine.process", "engine.config", "console"},
     "console": set(),
     "cli": {"types", "client", "terminal"},
     "cookbook": {"types", "chat", "client", "terminal"},

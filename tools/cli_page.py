@@ -95,7 +95,7 @@ def is_own(param: Any) -> bool:
 
 
 def argument_text(param: Any) -> str:
-    name = (param.metavar or param.name).upper() + ("..." if param.nargs == -1 else "")
+    name = (param.metavar or param.name).upper().removesuffix("...") + ("..." if param.nargs == -1 else "")
     return name if param.required else f"[{name}]"
 
 

@@ -10,6 +10,7 @@ SECTIONS = {
     "models": "What is served, and where",
     "role": "Several processes",
     "device": "The engine of each base model",
+    "trainings": "Trainings on the server",
     "max_body_bytes": "Limits of one request",
     "max_sessions_per_user": "Limits of a user, and of all",
     "poll_seconds": "Time",
@@ -65,7 +66,8 @@ Every setting can be given in four places; the first that has it wins:
 4. the default below.
 
 A name that does not exist is refused. `lorimer config` prints the effective configuration, as a TOML file, with where
-each value comes from. This page is generated from the code.
+each value comes from. Other variables: `LORIMER_CACHE` (directory of converted models), `LORIMER_BASE_URL` and
+`LORIMER_API_KEY` (of clients), `LORIMER_DEBUG` (tracebacks of errors). This page is generated from the code.
 """
 
 
