@@ -86,9 +86,18 @@ def outside_iterators(contest: Contest, prompt: int) -> list[Contestant]:
 
 
 def outside_lines(
-    contest: Contest, timings: Timings, text: str, ours: Timing, show: Callable[[Timing], str], weights: str = ""
+    contest: Contest,
+    timings: Timings,
+    text: str,
+    ours: Timing,
+    show: Callable[[Timing], str],
+    weights: str = "",
+    aim: str = "",
 ) -> list[Line]:
-    """Return a line for each outsider that took part, with its figure or the reason why it has none."""
+    """Return a line for each outsider that took part, with its figure or the reason why it has none.
+
+    ``aim`` and the name of an outsider make the entry of ``AIMS`` that applies to it, if there is one.
+    """
     lines = []
     for outsider in {outsider.name: outsider for outsider in contest.outsiders}.values():
         name = _team(outsider, weights)
@@ -98,8 +107,8 @@ def outside_lines(
             lines.append(Line(text=text_of, ours=show(ours), other=f"failed: {reason}", which=release, ratio=None))
         elif timings.has(name):
             best = timings.best(name)
-            ratio = best.median / ours.median
-            lines.append(Line(text=text_of, ours=show(ours), other=show(best), which=best.name, ratio=ratio))
+            ratio, key = best.median / ours.median, f"{aim} {outsider.name}"
+            lines.append(Line(text=text_of, ours=show(ours), other=show(best), which=best.name, ratio=ratio, aim=key))
     return lines
 
 

@@ -24,16 +24,19 @@ class Aim:
 
 
 AIMS = {
-    "sft": Aim(1.6),
+    "sft": Aim(1.3),
     "sft padded": Aim(2.1),
-    "limit float32": Aim(0.70),
+    "limit float32": Aim(0.72),
     "limit bfloat16": Aim(0.50),
     "runs": Aim(0.95),
+    "rl_batch": Aim(1.0),
     "prefix_groups": Aim(2.3),
     "prefix_groups loop": Aim(2.0),
     "sample_1x16": Aim(3.5),
     "sample_32x1": Aim(4.0),
+    "sample vLLM": Aim(1.25),
     "adapter cost": Aim(1.25, is_minimum=False),
+    "several adapters": Aim(1.2, is_minimum=False),
     "full": Aim(1.2),
     "full memory": Aim(1.0),
     "first_call": Aim(1.2, is_minimum=False),

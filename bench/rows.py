@@ -106,7 +106,7 @@ def measure_rl_batch(contest: Contest) -> list[Line]:
     count, ours = workloads.num_tokens(make(0)), timings.best("ours")
     text = f"RL batch, {sizes.rl_sequences} x ({sizes.rl_prompt} + {sizes.rl_completion}) tokens"
     lines = outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count))
-    return [compare(f"{text}: times the best loop", ours, timings.best("peer"), count), *lines]
+    return [compare(f"{text}: times the best loop", ours, timings.best("peer"), count, "rl_batch"), *lines]
 
 
 def measure_prefixes(

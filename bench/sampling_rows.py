@@ -1,6 +1,7 @@
 """Defines the rows that sample: numbers of tokens of the base, of one adapter and of several, and RL iterations."""
 
 from functools import partial
+from pathlib import Path
 
 from bench import workloads
 from bench.contest import TOLERANCE, Contest
@@ -37,7 +38,7 @@ def measure_sampling(contest: Contest, row: str, num_prompts: int, num_samples: 
     for weights in ("base", "adapter"):
         ours, text = timings.best(f"ours {weights}"), f"Sampling {what}, {weights}"
         lines.append(compare(f"{text}: times the best generate()", ours, timings.best(f"peer {weights}"), count, row))
-        lines += outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count), weights)
+        lines += outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count), weights, "sample")
     return [*lines, _adapter_line(timings, count, what)]
 
 
@@ -48,19 +49,36 @@ def measure_adapters(contest: Contest) -> list[Line]:
     numbers = [i % len(contest.adapters) for i in range(sizes.sample_prompts)]
     paths = [contest.adapters[number] for number in numbers]
 
-    def run(number: int, side: Lorimer | Peft) -> None:
+    one = [contest.adapters[0]] * len(paths)
+
+    def run(number: int, side: Lorimer | Peft, paths: list[Path]) -> None:
         side.sample_with(make(number), sizes.sample_new, paths)
 
+    def contestant(name: str, team: str, side: Lorimer | Peft, paths: list[Path]) -> Contestant:
+        work = partial(run, side=side, paths=paths)
+        return Contestant(name=name, team=team, run=work, warm_up=partial(work, 0))
+
     contestants = [
-        Contestant(name=f"{label} {dtype}", team=team, run=partial(run, side=side), warm_up=partial(run, 0, side=side))
-        for team, label, dtype, side in _sides(contest, "generate")
+        contestant(f"{label} {dtype}", team, side, paths) for team, label, dtype, side in _sides(contest, "generate")
+    ]
+    contestants += [
+        contestant(f"ours {dtype}, one adapter", "ours one", side, one) for dtype, side in contest.ours.items()
     ]
     contestants += outside_samplers(contest, make, 1, numbers)
     timings = contest.compete("sample_adapters", contestants)
     ours, count = timings.best("ours"), sizes.sample_prompts * sizes.sample_new
     text = f"Sampling {sizes.sample_prompts}x1x{sizes.sample_new}, {len(contest.adapters)} adapters"
-    lines = outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count))
-    return [compare(f"{text}: times generate()", ours, timings.best("peer"), count), *lines]
+    lines = outside_lines(contest, timings, text, ours, partial(Timing.rate, count=count), aim="sample")
+    alone = timings.best("ours one", ours.name)
+    cost = Line(
+        text=f"{text}: time over that with one adapter",
+        ours=ours.rate(count),
+        other=alone.rate(count),
+        which=alone.name,
+        ratio=ours.median / alone.median,
+        aim="several adapters",
+    )
+    return [compare(f"{text}: times generate()", ours, timings.best("peer"), count), *lines, cost]
 
 
 def _adapter_line(timings: Timings, count: int, what: str) -> Line:

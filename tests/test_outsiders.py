@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import environments, workloads
-from bench.__main__ import main, measure
+from bench.__main__ import DOCUMENT, main, measure
 from bench.contest import TOLERANCE, open_contest
 from bench.driver_process import DriverProcess, shorten
 from bench.environments import ENVIRONMENTS, Environment
@@ -177,6 +177,7 @@ def test_the_part_of_a_document_is_replaced():
     assert replace_part(once, "x", "new") == once
     with pytest.raises(ValueError, match="no '<!-- begin y -->' before"):
         replace_part(document, "y", "new")
+    assert "| new |" in replace_part(DOCUMENT.read_text("utf-8"), "peers", "| new |")
 
 
 # ── with a model ──────────────────────────────────────────────────────────────────────────────────────

@@ -55,6 +55,10 @@ async def latency(bench: Bench) -> list[Figure]:
                 direct.append(await timed(direct_forward(engine, str(number))))
                 bare.append(await timed(pool.get("/api/v1/healthz")))
             worked = (server.cpu_seconds() - worked) / len(served)
+            published = []
+            for _ in range(bench.sizes.num_calls // 10 + 1):
+                await run.train_and_step()
+                published.append(await timed(publish(run)))
     details = (
         f"served {spread(served)}; engine alone {spread(direct)}; an empty HTTP request {spread(bare)}; "
         f"the API process computes {1000 * worked:.1f} ms for the three requests"
@@ -64,8 +68,19 @@ async def latency(bench: Bench) -> list[Figure]:
     name = "Idle server, tiny `forward`, submit to result: added to the engine's own time"
     return [
         Figure(text=f"{name}, median", value=at_median, unit="ms", details=details, aim="added latency"),
-        Figure(text=f"{name}, p99", value=at_p99, unit="ms"),
+        Figure(text=f"{name}, p99", value=at_p99, unit="ms", aim="added latency p99"),
+        Figure(
+            text="Idle server, new weights published for sampling, submit to result: median",
+            value=1000 * median(published),
+            unit="ms",
+            details=spread(published),
+            aim="publish",
+        ),
     ]
+
+
+async def publish(run: Run) -> None:
+    await wait(run.pool, await run.publish())
 
 
 async def direct_forward(engine: EngineProcess, request_id: str) -> None:
@@ -181,6 +196,11 @@ async def clients(bench: Bench) -> list[Figure]:
         figures += [
             Figure(text=f"{text}: lost", value=sizes.num_clients - len(good), details=details, aim="lost"),
             Figure(text=f"{text}: slowest over fastest client", value=ratio, aim="client fairness"),
+            Figure(
+                text=f"{text}: operations a second",
+                value=2 * len(steps) / wall,
+                aim="client throughput" if name == "all in memory" else "",
+            ),
         ]
         bench.progress(f"clients: {name} {wall:.1f} s")
     return figures
