@@ -15,8 +15,11 @@ def test_a_device_is_compared_with_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(self_test, "SECONDS", 0.05)
     found = self_test.report(str(tmp_path / "model"))
     assert found["is_equal"] and json.loads(json.dumps(found)) == found
-    for one in found["differences"].values():
-        assert one == {"logprob": 0.0, "gradient": 0.0, "equal_sampled_tokens": self_test.NUM_SAMPLED}
+    equal = {"logprob": 0.0, "gradient": 0.0, "equal_sampled_tokens": self_test.NUM_SAMPLED}
+    assert found["differences"]["float32"] == equal
+    # A CPU with bfloat16 units is measured in bfloat16, which rounds.
+    chosen = found["differences"]["chosen"]
+    assert chosen == equal if found["dtype"] == "float32" else 0 < chosen["gradient"] < 0.2
     assert len(found["kernels"]) == 2 and found["kernels"][0].startswith("attention with 4 heads of 16: blocks")
     assert found["train_tokens_per_second"] > 0 and found["sample_tokens_per_second"] > 0
     show = [sys.executable, "-c", f"print({json.dumps(found)!r})"]
