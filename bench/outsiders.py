@@ -85,10 +85,11 @@ class Outsider:
         return {}
 
     def close(self) -> None:
-        for process in self._processes.values():
+        """End the processes. What could not be started is not tried again."""
+        for kind, process in list(self._processes.items()):
             if isinstance(process, DriverProcess):
                 process.close()
-        self._processes.clear()
+                del self._processes[kind]
 
     def train(self, data: list[Datum], loss_fn: str, layout: str) -> float:
         """Run forward, backward and a step. Return the sum of the losses."""
