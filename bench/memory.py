@@ -23,6 +23,7 @@ from bench.models import SHAPES, Sizes
 
 if TYPE_CHECKING:
     from bench.contest import Contest
+    from lorimer.engine.config import Dtype
 
 
 @dataclass(frozen=True)
@@ -121,27 +122,18 @@ def run_phase(settings: Settings) -> dict[str, int]:
 
 
 def _open(settings: Settings) -> Any:
-    paths = Path(settings.directory), Path(settings.adapter)
-    is_half = "bfloat16" in settings.name
-    if settings.phase == "full":
-        return _open_full(settings)
+    directory, adapter = Path(settings.directory), Path(settings.adapter)
+    dtype: Dtype = "bfloat16" if "bfloat16" in settings.name else "float32"
+    # Each side imports in its own process only what it needs.
     if settings.team == "ours":
-        from bench.ours import Lorimer
+        from bench.ours import FullLorimer, Lorimer
 
-        return Lorimer(*paths, "bfloat16" if is_half else "float32", settings.num_threads)
-    from bench.peers import Peft
+        if settings.phase == "full":
+            return FullLorimer(directory, dtype, settings.num_threads)
+        return Lorimer(directory, adapter, dtype, settings.num_threads)
+    from bench.peers import Peft, Plain
 
-    return Peft(*paths, "bfloat16" if is_half else "float32")
-
-
-def _open_full(settings: Settings) -> Any:
-    if settings.team == "ours":
-        from bench.ours import FullLorimer
-
-        return FullLorimer(Path(settings.directory), settings.num_threads)
-    from bench.peers import Plain
-
-    return Plain(Path(settings.directory))
+    return Plain(directory, dtype) if settings.phase == "full" else Peft(directory, adapter, dtype)
 
 
 def _run(side: Any, settings: Settings, sizes: Sizes, vocab_size: int) -> None:

@@ -187,8 +187,8 @@ def read_lora(adapter: Path) -> LoraConfig:
 class FullLorimer:
     """One engine with one run that trains all weights of the model."""
 
-    def __init__(self, directory: Path, num_threads: int) -> None:
-        config = EngineConfig(model=str(directory), dtype="float32", num_threads=num_threads, seed=0, method="full")
+    def __init__(self, directory: Path, dtype: Dtype, num_threads: int) -> None:
+        config = EngineConfig(model=str(directory), dtype=dtype, num_threads=num_threads, seed=0, method="full")
         self.engine = Engine(config)
         self.engine.create_run(CreateRun(request_id="", model_id="run", full=FullConfig()))
 

@@ -100,15 +100,20 @@ class Peft:
 
 
 class Plain:
-    """One model in float32, all of whose weights are trained."""
+    """One model, all of whose weights are trained.
 
-    def __init__(self, directory: Path) -> None:
+    Weights, gradients and moments are float32 in any dtype, as on our side; bfloat16 is torch's autocast.
+    """
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self._dtype = getattr(torch, dtype)
         self.model = _open(directory, torch.float32)
         self._optimizer = _adamw(list(self.model.parameters()))
 
     def train(self, data: list[Datum], loss_fn: str, layout: Layout) -> float:
         """Run forward, backward and a step. Return the sum of the losses."""
-        return _train(self.model, self._optimizer, data, loss_fn, layout, torch.float32)
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype is not torch.float32):
+            return _train(self.model, self._optimizer, data, loss_fn, layout, self._dtype)
 
 
 def _open(directory: Path, dtype: torch.dtype) -> Any:

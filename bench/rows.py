@@ -28,7 +28,6 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }
 """The peers of rows with common prefixes; ``completions`` needs completions that all end at the same position."""
 FULL_LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "micro-batch 1")
-_FULL_NAMES = [f"{layout} float32" for layout in FULL_LAYOUTS]
 
 
 def measure_sft(contest: Contest) -> list[Line]:
@@ -160,42 +159,47 @@ def measure_system_prompt(contest: Contest) -> list[Line]:
 
 
 def measure_full(contest: Contest) -> list[Line]:
-    """Measure the SFT step with all weights trained, in float32 on both sides, then the peak memory of each loop."""
+    """Measure the SFT step with all weights trained, then each loop's peak memory, in a process of its own."""
     shape, lengths = contest.shape, contest.shape.sizes.sft_lengths
     make, check = partial(workloads.sft_data, lengths, shape.vocab_size), LossCheck()
-    ours, plain = FullLorimer(contest.directory, contest.num_threads), Plain(contest.directory)
-    torch.set_num_threads(contest.num_threads)
 
-    def run(number: int, name: str, train: Callable[[list[Datum], str], float]) -> None:
-        data = make(number)
-        check.add(number, name, train(data, "cross_entropy"), data)
+    def contestant(name: str, team: str, train: Callable[[list[Datum], str], float]) -> Contestant:
+        def run(number: int) -> None:
+            data = make(number)
+            check.add(number, name, train(data, "cross_entropy"), data)
 
-    trains: dict[str, Callable[[list[Datum], str], float]] = {"ours float32": ours.train}
-    trains |= {f"{layout} float32": partial(plain.train, layout=layout) for layout in FULL_LAYOUTS}
-    contestants = [
-        Contestant(
-            name=name,
-            team="ours" if name.startswith("ours") else "peer",
-            run=partial(run, name=name, train=train),
-            warm_up=partial(run, 0, name, train),
+        return Contestant(name=name, team=team, run=run, warm_up=partial(run, 0))
+
+    contestants = []
+    for dtype in contest.ours:
+        contestants.append(
+            contestant(f"ours {dtype}", "ours", FullLorimer(contest.directory, dtype, contest.num_threads).train)
         )
-        for name, train in trains.items()
-    ]
+        plain = Plain(contest.directory, dtype)
+        contestants += [
+            contestant(f"{layout} {dtype}", "peer", partial(plain.train, layout=layout)) for layout in FULL_LAYOUTS
+        ]
+    torch.set_num_threads(contest.num_threads)
     timings = contest.compete("full", contestants)
-    del ours, plain, trains, contestants
+    names = [(one.team, one.name) for one in contestants]
+    del contestants, plain
     count = sum(lengths)
     text = f"Full fine-tuning, {len(lengths)} sequences, {count} tokens"
-    peaks = {name: memory.measure_one(contest, "full", name) for name in ("ours float32", *_FULL_NAMES)}
-    peer = min((peaks[name] for name in _FULL_NAMES), key=lambda peak: peak.peak_bytes)
+    best = compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, "full")
+    fastest = timings.best("ours").name
+    peaks = [memory.measure_one(contest, "full", name) for team, name in names if team == "peer" or name == fastest]
+    smallest = {
+        team: min((peak for peak in peaks if (team, peak.name) in names), key=lambda peak: peak.peak_bytes)
+        for team in ("ours", "peer")
+    }
     line = Line(
         text="Peak memory, full fine-tuning, two steps: times less than the smallest loop",
-        ours=str(peaks["ours float32"]),
-        other=str(peer),
-        which=peer.name,
-        ratio=peer.peak_bytes / peaks["ours float32"].peak_bytes,
+        ours=str(smallest["ours"]),
+        other=str(smallest["peer"]),
+        which=smallest["peer"].name,
+        ratio=smallest["peer"].peak_bytes / smallest["ours"].peak_bytes,
         aim="full memory",
     )
-    best = compare(f"{text}: times the best loop", timings.best("ours"), timings.best("peer"), count, "full")
     return [best, line]
 
 

@@ -97,7 +97,7 @@ def test_both_sides_compute_the_same_loss(contest, data, loss_fn, layout):
 
 @pytest.fixture(scope="module")
 def full_sides(contest):
-    return FullLorimer(contest.directory, 1), Plain(contest.directory)
+    return FullLorimer(contest.directory, "float32", 1), Plain(contest.directory, "float32")
 
 
 @pytest.mark.parametrize("layout", FULL_LAYOUTS)

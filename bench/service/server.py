@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from bench.timing import say
+from lorimer.engine.fork_server import process_name
 
 MODEL = "lorimer/debug"
 ADDRESS = re.compile(r" at http://([\d.]+):(\d+) ")
@@ -45,7 +46,9 @@ class BenchServer:
 
     def weigh(self) -> Weight:
         api = psutil.Process(self.pid)
-        engines = [child for child in api.children() if "lorimer.engine" in child.cmdline()]
+        # Engines are forked by a child of the server.
+        name = process_name(self.pid)
+        engines = [child for child in api.children(recursive=True) if child.name() == name]
         return Weight(api.memory_info().rss, sum(child.memory_info().rss for child in engines), disk_bytes(self.data))
 
 

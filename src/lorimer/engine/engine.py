@@ -92,7 +92,7 @@ class Engine:
             room = int(_TRAINING_SHARE * memory)
             fitting = 0 if is_set else count_fitting_tokens(self.model, room)
             fitting_dora = count_fitting_dora_tokens(self.model, room, fitting)
-            budget = config.token_budget or choose_token_budget(fitting, device.type, self._is_full)
+            budget = config.token_budget or choose_token_budget(fitting, device, self._is_full)
             if not shards.is_alone:
                 self._shard(device, report)
         self.trainer = Trainer(self.model, budget, fitting, fitting_dora)

@@ -19,7 +19,7 @@ from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters, unscale_gradient
 from lorimer.engine.training.batch import AdapterSlice
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
 
 Gradient = Callable[[slice, Tensor], Tensor]
 """Maps a range of targets and their log probabilities to the gradient of the loss with respect to these."""

@@ -329,8 +329,8 @@ def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None
         d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
         if part.grads is not None:
             d_a, d_b, *_ = part.grads[target.name]
-            d_a.addmm_(d_inner.float().t(), x_part.float())
-            d_b.addmm_(d_y_part.float().t(), inner.float(), alpha=part.scale)
+            add_product(d_a, d_inner, x_part)
+            add_product(d_b, d_y_part, inner, alpha=part.scale)
         if d_x is not None:
             d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
 

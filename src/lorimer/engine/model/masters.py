@@ -2,7 +2,7 @@
 
 Optimisers, checkpoints and snapshots see the float32 weights, the masters. With the dtype float32 these are the
 parameters of the model. With bfloat16 the parameters are copies, rounded to nearest after each change of the masters;
-their gradients are added up in float32 buffers, of products that are not rounded before.
+their gradients are added up in float32 buffers, as those of adapters are (``add_product``).
 """
 
 import functools
@@ -64,14 +64,19 @@ def _stays_wide(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(part.replace("*", ".*"), name) for part in model._keep_in_fp32_modules_strict or ())
 
 
-def add_product(buffer: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left.T @ right`` to ``buffer``, in the dtype of the buffer."""
+def add_product(buffer: Tensor, left: Tensor, right: Tensor, *, alpha: float = 1.0) -> None:
+    """Add ``alpha * left.T @ right`` to ``buffer``, the gradient of a weight.
+
+    Factors in a narrower dtype are multiplied in it. CUDA adds the product without rounding it. On a CPU torch's
+    products have the dtype of their factors, so that of each pass is rounded once, as its factors are; in float32 it
+    would take twice as long where the CPU has units for bfloat16.
+    """
     if left.dtype == buffer.dtype:
-        buffer.addmm_(left.t(), right)
+        buffer.addmm_(left.t(), right, alpha=alpha)
     elif _has_wide_products(buffer.device, left.dtype, buffer.dtype):
-        torch.addmm(buffer, left.t(), right, out_dtype=buffer.dtype, out=buffer)
+        torch.addmm(buffer, left.t(), right, alpha=alpha, out_dtype=buffer.dtype, out=buffer)
     else:
-        buffer.addmm_(left.t().to(buffer.dtype), right.to(buffer.dtype))
+        buffer.add_(left.t() @ right, alpha=alpha)
 
 
 def add_sum(buffer: Tensor, rows: Tensor) -> None:
@@ -85,10 +90,10 @@ def _has_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dt
     if device.type != "cuda":
         return False
     left, right = (torch.arange(256, device=device).view(16, 16).roll(n, 1).to(narrow) for n in (0, 3))
-    expected = left.t().double() @ right.double() + 1
+    expected = 2 * left.t().double() @ right.double() + 1
     found = torch.ones(16, 16, dtype=wide, device=device)
     try:
-        torch.addmm(found, left.t(), right, out_dtype=wide, out=found)
+        torch.addmm(found, left.t(), right, alpha=2, out_dtype=wide, out=found)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return torch.allclose(found.double(), expected, rtol=1e-6)

@@ -11,6 +11,7 @@ from lorimer.engine.adapters.adapters import create_adapter
 from lorimer.engine.messages import LoraConfig, OptimizerConfig
 from lorimer.engine.model.attention import group_sequences
 from lorimer.engine.model.base_model import BaseModel
+from lorimer.engine.model.device import Device
 from lorimer.engine.training.batch import AdapterSlice, Pass
 
 MIN_BUDGET, MAX_BUDGET = 256, 2048
@@ -18,7 +19,8 @@ MIN_BUDGET, MAX_BUDGET = 256, 2048
 MAX_DEVICE_BUDGET = 8192
 """Of devices other than a CPU, whose products must be larger to fill them."""
 MAX_FULL_BUDGET = 512
-"""Of a full run on a CPU: no slower within the noise of docs/benchmarks.md, and less memory beside its large state."""
+"""Of a full run in float32 on a CPU: not slower than longer passes, and less memory beside its large state. In bfloat16
+twice as many take as much memory, and less time, because each pass adds its products to the gradients separately."""
 _PROBE_TOKENS = 64
 _PROBE_RANK = 32
 _NUM_BACKWARD_TENSORS = 4
@@ -36,10 +38,10 @@ def count_fitting_dora_tokens(model: BaseModel, memory_bytes: int, fitting_token
     return int(memory_bytes / each)
 
 
-def choose_token_budget(fitting_tokens: int, device_type: str, is_full: bool = False) -> int:
+def choose_token_budget(fitting_tokens: int, device: Device, is_full: bool = False) -> int:
     """Return the maximum number of tokens of a pass, where ``fitting_tokens`` fit into memory."""
-    on_cpu = MAX_FULL_BUDGET if is_full else MAX_BUDGET
-    return max(MIN_BUDGET, min(on_cpu if device_type == "cpu" else MAX_DEVICE_BUDGET, fitting_tokens))
+    on_cpu = MAX_FULL_BUDGET * 4 // device.dtype.itemsize if is_full else MAX_BUDGET
+    return max(MIN_BUDGET, min(on_cpu if device.type == "cpu" else MAX_DEVICE_BUDGET, fitting_tokens))
 
 
 def activation_bytes_per_token(model: BaseModel) -> float:
