@@ -64,13 +64,20 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
     async def result_async(self, timeout: float | None = None) -> T:
         # Shielded: whoever stops waiting does not take the result away from others.
-        waiting = asyncio.shield(asyncio.wrap_future(self._future))
+        result = asyncio.wrap_future(self._future)
+        result.add_done_callback(_retrieve_exception)  # asyncio reports it where nobody waits for it any more
+        waiting = asyncio.shield(result)
         if timeout is None:
             return await waiting
         return await asyncio.wait_for(waiting, timeout)
 
     def future(self) -> "Future[T]":
         return self._future
+
+
+def _retrieve_exception(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def warn_if_in_loop(method: str) -> None:
