@@ -22,7 +22,7 @@ PLAN = Plan(steps=400, sample_every=5, save_every=0, tokens=200)
 SOON = {
     "result_seconds_after_fetch": 1,
     "result_seconds": 4,
-    "history_seconds": 4,
+    "history_seconds": 1,
     "ephemeral_samplers_per_run": 1,
     "ephemeral_seconds": 2,
     "sampler_idle_seconds": 2,
