@@ -50,18 +50,18 @@ def start(
     settings, path = ray_settings(config)
 
     from lorimer.cluster.plan import namespace_of
-    from lorimer.cluster.ray_workers import connect
+    from lorimer.cluster.ray_workers import connected
 
-    workers = connect(namespace_of(settings))
-    if workers.is_open():
-        note("lorimer: whoever reaches a port of this Ray cluster can run programs on it; set RAY_AUTH_MODE=token")
-    wanted = {worker.name: worker for worker in fitting_plan(workers, settings, path, wait)}
-    there = workers.names()
-    workers.stop([name for name in there if name not in wanted], settings.shutdown_seconds)
-    for name, worker in wanted.items():
-        if name not in there:
-            workers.create(worker)
-    placed = wait_for_places(workers, max(wait, PLACE_SECONDS))
+    with connected(namespace_of(settings)) as workers:
+        if workers.is_open():
+            note("lorimer: whoever reaches a port of this Ray cluster can run programs on it; set RAY_AUTH_MODE=token")
+        wanted = {worker.name: worker for worker in fitting_plan(workers, settings, path, wait)}
+        there = workers.names()
+        workers.stop([name for name in there if name not in wanted], settings.shutdown_seconds)
+        for name, worker in wanted.items():
+            if name not in there:
+                workers.create(worker)
+        placed = wait_for_places(workers, max(wait, PLACE_SECONDS))
     show(placed, output)
     if waiting := [one.name for one in placed if one.state == "waiting"]:
         raise LorimerError(f"no node has room now for {', '.join(waiting)}; Ray places them when one has")
@@ -102,9 +102,11 @@ def status(config: ConfigOption = None, output: FormatOption = Format.table) -> 
     settings, _ = ray_settings(config)
 
     from lorimer.cluster.plan import namespace_of
-    from lorimer.cluster.ray_workers import connect
+    from lorimer.cluster.ray_workers import connected
 
-    show(connect(namespace_of(settings)).placed(), output)
+    with connected(namespace_of(settings)) as workers:
+        placed = workers.placed()
+    show(placed, output)
 
 
 @app.command(epilog=examples("lorimer cluster stop --config lorimer.toml"))
@@ -114,11 +116,11 @@ def stop(config: ConfigOption = None) -> None:
     settings, _ = ray_settings(config)
 
     from lorimer.cluster.plan import namespace_of
-    from lorimer.cluster.ray_workers import connect
+    from lorimer.cluster.ray_workers import connected
 
-    workers = connect(namespace_of(settings))
-    names = workers.names()
-    workers.stop(names, settings.shutdown_seconds)
+    with connected(namespace_of(settings)) as workers:
+        names = workers.names()
+        workers.stop(names, settings.shutdown_seconds)
     note(f"lorimer: stopped {len(names)} workers")
 
 

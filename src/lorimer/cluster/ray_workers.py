@@ -1,13 +1,15 @@
 """Makes the actors of a Ray cluster those that a plan asks for, and says where they are.
 
 Actors are detached: Ray keeps and restarts them when this program has ended. Ray carries no requests and owns no state;
-all of it is in the database. Call `connect` first.
+all of it is in the database. `connected` is where to begin.
 """
 
+import contextlib
 import importlib
 import ipaddress
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +80,10 @@ class RayWorkers:
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────
 
+    def close(self) -> None:
+        """Disconnect; workers run on."""
+        self._ray.shutdown()
+
     def names(self) -> list[str]:
         listed = self._ray.util.list_named_actors(all_namespaces=True)
         return sorted(one["name"] for one in listed if one["namespace"] == self._namespace)
@@ -135,8 +141,21 @@ def _is_there(ray: Any, host: Any) -> bool:
     return True
 
 
-def connect(namespace: str) -> RayWorkers:
-    """Connect to the cluster that ``RAY_ADDRESS`` names, or that this machine is a node of."""
+@contextmanager
+def connected(namespace: str) -> Iterator[RayWorkers]:
+    """Connect to the cluster that ``RAY_ADDRESS`` names, or that this machine is a node of.
+
+    Within the block standard output is standard error: Ray prints news of nodes to it, and commands print JSON.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        workers = _connect(namespace)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+def _connect(namespace: str) -> RayWorkers:
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     try:
