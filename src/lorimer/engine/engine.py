@@ -332,7 +332,7 @@ class Engine:
         run = self._run(command.model_id)
         self._refuse_full_samples()
         self._compare(command.model_id, run)
-        self._add_sampler(command.sampler_id, lambda: self._publish(run) if isinstance(run, FullRun) else snapshot(run))
+        self._add_sampler(command.sampler_id, lambda: self._publish(run))
         return StateResult(step=run.step)
 
     def _refuse_full_samples(self) -> None:
@@ -348,7 +348,9 @@ class Engine:
         self._add_sampler(command.sampler_id, lambda: self._load_frozen(command.directory))
         return StateResult()
 
-    def _publish(self, run: FullRun) -> PublishedWeights:
+    def _publish(self, run: Adapter | FullRun) -> FrozenAdapter | PublishedWeights:
+        if isinstance(run, Adapter):
+            return snapshot(run, self.model.device.dtype)
         what, is_averaged = "a copy of the weights for sampling", run.has_average
         with room_for_copy(what, self._reservation, self.model, is_averaged):
             return publish(run)
@@ -361,7 +363,7 @@ class Engine:
         weights = checkpoints.load_weights(directory, self.model.targets, config)
         on = self.model.device.handle
         pairs = {name: tuple(one.to(on) for one in pair) for name, pair in weights.items()}
-        return freeze(pairs, config, self.model.rows)
+        return freeze(pairs, config, self.model.rows, self.model.device.dtype)
 
     def _add_sampler(self, sampler_id: str, freeze: Callable[[], FrozenAdapter | PublishedWeights]) -> None:
         if not sampler_id or sampler_id in self._samplers:

@@ -172,20 +172,30 @@ def create_adapter(
     return Adapter(config, optimizer, weights, groups=own, base=base or {})
 
 
-def snapshot(adapter: Adapter) -> FrozenAdapter:
+def snapshot(adapter: Adapter, dtype: torch.dtype = torch.float32) -> FrozenAdapter:
     """Copy the current weights, or their average; refuse numbers that are not finite."""
     adapter.check_finite("published")
-    weights = adapter.averaged
-    if weights is None:
-        weights = {name: tuple(one.detach().clone() for one in pair) for name, pair in adapter.weights.items()}
-    return freeze(weights, adapter.config, adapter.base)
+    return freeze(adapter.averaged or adapter.weights, adapter.config, adapter.base, dtype)
 
 
-def freeze(weights: Pairs, config: LoraConfig, base: Mapping[str, BaseRows]) -> FrozenAdapter:
-    """Return weights as samplers read them."""
+def freeze(
+    weights: Pairs, config: LoraConfig, base: Mapping[str, BaseRows], dtype: torch.dtype = torch.float32
+) -> FrozenAdapter:
+    """Copy weights for passes in ``dtype``, B column by column, as ``model/native.py`` reads it.
+
+    Those of a DoRA run stay float32, because the norms of its rows are computed from them.
+    """
     scale = scale_of(config)
-    row_scales = RowScales(base, weights, scale) if config.use_dora is True else None
-    return FrozenAdapter(weights, config.rank, scale, row_scales)
+    if config.use_dora is True:
+        copies: Pairs = {name: tuple(one.detach().clone() for one in pair) for name, pair in weights.items()}
+        return FrozenAdapter(copies, config.rank, scale, RowScales(base, copies, scale))
+    return FrozenAdapter(
+        {name: (_copy(a, dtype), _copy(b.mT, dtype).mT) for name, (a, b) in weights.items()}, config.rank, scale
+    )
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -33,6 +33,8 @@ from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fa
 from lorimer.engine.model.logit_map import LogitMap, find_logit_map
 from lorimer.engine.model.masters import MASTER_DTYPE, MasterWeights
 from lorimer.engine.model.mlp import replace_gated_mlps
+from lorimer.engine.model.native import Decoding
+from lorimer.engine.model.native import load as load_native
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized
@@ -225,7 +227,7 @@ class BaseModel:
                     known[key] = refused if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
                 module.lorimer_kernel = known[key].kernel
         self.kernels = [f"attention{_describe_layers(*key)}: {choice}" for key, choice in known.items()]
-        self.kernels.append(f"products of several adapters: {self.grouping}")
+        self.kernels += [f"products of several adapters: {self.grouping}", self.describe_decoding()]
         """What was chosen when the model came to its device, and why nothing else, in one line each."""
 
     # ── sharding ──────────────────────────────────────────────────────────────────────────────────────
@@ -404,10 +406,21 @@ class BaseModel:
 
     def _probe_steps(self, tokens: Tensor) -> None:
         """Find the layers that ``LayerStep`` can compute, by rows at the next position and at distant ones."""
+        found = load_native(self.device.dtype) if self.device.type == "cpu" else "they are for CPUs"
+        self.native: Decoding | None = None if isinstance(found, str) else found
+        """Compiled functions for decoding."""
         for step in self.steps:
-            step.probe()
+            step.probe(self.native)
         positions = [len(tokens) - 3, self.max_context // 2, self.max_context - 1]
         self._decode(tokens[:-3], tokens[-3:], torch.tensor(positions, device=tokens.device))
+        self._no_native = found if isinstance(found, str) else ""
+
+    def describe_decoding(self) -> str:
+        """Return how many layers decode by compiled functions, or why none does."""
+        num_native = sum(step.is_native for step in self.steps)
+        if self.native is None or not num_native:
+            return f"decoding: torch ({self._no_native or 'compiled functions give no layer its own result'})"
+        return f"decoding: {num_native} of {len(self.steps)} layers compiled by {self.native.compiler}"
 
     def _decode(self, prompt: Tensor, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the hidden states of tokens that each follow the cached prompt."""

@@ -7,7 +7,7 @@ Experts are in ``experts.py``, the output head in ``head.py``, weights in 8 or 4
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
 from lorimer.engine.model.grouped import GroupedSlices
 from lorimer.engine.model.masters import add_product, add_sum
+from lorimer.engine.model.native import Decoding, LowRank, PairTable
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import quantized_weights
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
@@ -64,10 +65,6 @@ class FrozenMatrix:
     @property
     def bias(self) -> Tensor | None:
         return self._biases.get("bias")
-
-    @property
-    def is_packed(self) -> bool:
-        return self._packed is not None
 
     def unpack(self) -> None:
         """Free the packed copy, unless it serves any number of rows."""
@@ -251,8 +248,6 @@ def multiply_with_adapters(
     x: Tensor, matrix: FrozenMatrix, targets: list[LoraTarget], slices: list[AdapterSlice]
 ) -> tuple[Tensor, Products]:
     """Return the layer's output, and the inner products ``A @ x`` that its backward pass needs."""
-    if slices and slices[0].merged is not None and (merged := slices[0].merged.get(id(matrix))) is not None:
-        return multiply_packed(x, merged, matrix.bias), []
     y = matrix.multiply(x)
     return y, add_products(x, y, targets, slices, matrix.bias)
 
@@ -262,6 +257,8 @@ def add_products(
 ) -> Products:
     """Add the low-rank products of the slices to ``y``, which has the bias in it; return the inner products."""
     products: Products = []
+    if isinstance(slices, CompiledSlices) and slices.add_products(x, y, targets):
+        return products
     for target in targets:
         is_grouped = isinstance(slices, GroupedSlices) and grouped.accepts(target)
         if isinstance(slices, GroupedSlices) and is_grouped:
@@ -333,6 +330,36 @@ def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None
             add_product(d_b, d_y_part, inner, alpha=part.scale)
         if d_x is not None:
             d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
+
+
+class CompiledSlices(list[AdapterSlice]):
+    """The slices of decoding passes, whose products compiled functions add: one call for all adapters of a matrix."""
+
+    def __init__(self, slices: Iterable[AdapterSlice], native: Decoding) -> None:
+        super().__init__(slices)
+        self._native = native
+        self._tables: dict[int, PairTable | None] = {}
+
+    def add_products(self, x: Tensor, y: Tensor, targets: list[LoraTarget]) -> bool:
+        """Add the products of all pairs of ``targets``, which belong to one matrix; return false if torch has to."""
+        key = id(targets)  # they live as long as their layer
+        if key not in self._tables:
+            self._tables[key] = self._make_table(targets)
+        table = self._tables[key]
+        if table is not None and table.num_tasks:
+            self._native.add_pairs(x, y, table)
+        return table is not None
+
+    def _make_table(self, targets: list[LoraTarget]) -> PairTable | None:
+        pairs = []
+        for target in targets:
+            for part in self:
+                if (pair := part.weights.get(target.name)) is not None:
+                    found = LowRank(pair[0], pair[1], part.start, part.stop, target.row_offset, part.scale)
+                    if part.row_scales is not None or target.row_step != 1 or not found.is_possible:
+                        return None
+                    pairs.append(found)
+        return PairTable(pairs)
 
 
 class Grouping:

@@ -18,13 +18,13 @@ class FrozenRMSNorm(nn.Module):
         """With ``is_trained`` keep the parameter itself, under the name that it has in the model."""
         super().__init__()
         if is_trained:
-            self.weight, self._offset = weight, offset
+            self.weight, self.offset = weight, offset
         else:
-            self.weight, self._offset = weight.detach() + offset if offset else weight.detach(), 0.0
+            self.weight, self.offset = weight.detach() + offset if offset else weight.detach(), 0.0
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float() + self._offset if self._offset else self.weight
+        weight = self.weight.float() + self.offset if self.offset else self.weight
         if torch.is_grad_enabled() and x.requires_grad:
             return _RMSNorm.apply(x, weight, self.eps, self.weight)
         if x.dtype == weight.dtype == torch.float32:

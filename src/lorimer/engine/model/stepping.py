@@ -2,19 +2,23 @@
 
 Decoding computes few tokens at a time, so the calls around a layer's products take as long as the products. Most
 decoder layers are one of two arrangements of norms, attention and MLP; ``LayerStep`` computes both with as few calls
-as possible. A layer is stepped this way only where that gave the layer's own result on a probe, rows at near and far
-positions among it; any other layer simply keeps its forward.
+as possible, fewest where ``native.py`` has compiled functions. A layer is stepped this way only where that gave the
+layer's own result on a probe, rows at near and far positions among it; any other layer simply keeps its forward.
 
 Legend: N rows, one token of a sequence each; H query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.model.native import LANES, Decoding, LayerAttention
+from lorimer.engine.model.norms import FrozenRMSNorm
 from lorimer.engine.sampling.kv_cache import DecodeAttention
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
@@ -28,40 +32,50 @@ class LayerStep:
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], slot: PassSlot) -> None:
         self._layer, self._forward, self._slot = layer, forward, slot
-        self._is_probed = False
+        self._candidates: list[_Parts] = []
+        """Ways to step the layer, which the next decoding pass probes; the first that is right is taken."""
         self._parts: _Parts | None = None
 
     @property
     def is_used(self) -> bool:
-        return self._parts is not None and not self._is_probed
+        return self._parts is not None
 
-    def probe(self) -> None:
+    @property
+    def is_native(self) -> bool:
+        return self._parts is not None and self._parts.is_native
+
+    def probe(self, native: Decoding | None = None) -> None:
         """Use the next decoding pass, which must be a good probe, to decide whether the layer can be stepped."""
-        self._parts = _Parts.of(self._layer)
-        self._is_probed = self._parts is not None
+        found = [_Parts.of(self._layer, functions) for functions in ((native, None) if native else (None,))]
+        self._parts, self._candidates = None, [parts for parts in found if parts is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = self._slot.current.cache
-        parts = self._parts
-        if parts is None or not isinstance(cache, DecodeAttention) or len(args) != 1:
+        if not isinstance(cache, DecodeAttention) or len(args) != 1:
             return self._forward(*args, **kwargs)
-        if self._is_probed:
-            return self._compare(parts, cache, args[0], kwargs)
-        return parts.step(args[0][0], kwargs["position_embeddings"], cache, self._slot.current.slices).unsqueeze(0)
+        if self._candidates:
+            return self._compare(cache, args[0], kwargs)
+        if self._parts is None:
+            return self._forward(*args, **kwargs)
+        return self._parts.step(args[0][0], kwargs["position_embeddings"], cache, self._slot.current.slices).unsqueeze(
+            0
+        )
 
-    def _compare(self, parts: "_Parts", cache: DecodeAttention, x: Tensor, kwargs: dict[str, Any]) -> Any:
-        self._is_probed, self._parts = False, None
+    def _compare(self, cache: DecodeAttention, x: Tensor, kwargs: dict[str, Any]) -> Any:
+        candidates, self._candidates = self._candidates, []
         theirs = self._forward(x, **kwargs)
-        try:
-            ours = parts.step(x[0], kwargs["position_embeddings"], cache, []).unsqueeze(0)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return theirs
-        if isinstance(theirs, Tensor) and theirs.shape == ours.shape:
-            # Compare what the layer adds: next to the residual a difference would be invisible.
-            rounding = 4 * torch.finfo(x.dtype).eps * theirs.abs().max()
-            allowed = _TOLERANCE[x.dtype] * (theirs - x).abs().max() + rounding
-            if bool((ours - theirs).abs().max() <= allowed):
-                self._parts = parts
+        for parts in candidates:
+            try:
+                ours = parts.step(x[0], kwargs["position_embeddings"], cache, []).unsqueeze(0)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                continue
+            if isinstance(theirs, Tensor) and theirs.shape == ours.shape:
+                # Compare what the layer adds: next to the residual a difference would be invisible.
+                rounding = 4 * torch.finfo(x.dtype).eps * theirs.abs().max()
+                allowed = _TOLERANCE[x.dtype] * (theirs - x).abs().max() + rounding
+                if bool((ours - theirs).abs().max() <= allowed):
+                    self._parts = parts
+                    break
         return theirs
 
 
@@ -89,9 +103,10 @@ class _Product:
 class _Parts:
     """The submodules of a layer, looked up once."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, native: Decoding | None) -> None:
         """Raise ``AttributeError`` for a layer that has other submodules."""
         attention, mlp = layer.self_attn, layer.mlp
+        self._native = native
         self._number, self._shape = attention.lorimer_layer, attention.lorimer_shape
         if self._shape.sinks is not None and attention.lorimer_slot.trains_base:
             raise AttributeError("the sinks of a layer that is trained change")
@@ -102,22 +117,40 @@ class _Parts:
         self._num_kv = self._num_heads // attention.num_key_value_groups
         self._q_norm, self._k_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
         self._norms_heads = self._q_norm is None or len(attention.q_norm.weight) == self._head_dim
-        self._before_attention = _norm(layer, "input_layernorm")
+        self._native_attention = None if native is None else self._find_native_attention(attention)
+        self._before_attention = _norm(layer, "input_layernorm", native)
         if hasattr(layer, "post_feedforward_layernorm"):
-            self._after_attention = _norm(layer, "post_attention_layernorm")
-            self._before_mlp = _norm(layer, "pre_feedforward_layernorm")
-            self._after_mlp = _norm(layer, "post_feedforward_layernorm")
+            self._after_attention = _norm(layer, "post_attention_layernorm", native)
+            name = "pre_feedforward_layernorm"
+            self._after_mlp = _norm(layer, "post_feedforward_layernorm", native)
         else:
             self._after_attention = self._after_mlp = None
-            self._before_mlp = _norm(layer, "post_attention_layernorm")
-        self._mlp = _gated(mlp)
+            name = "post_attention_layernorm"
+        self._before_mlp = _norm(layer, name)
+        self._norm_of_sum = None if native is None else _native_norm(layer, name)
+        self._mlp = _gated(mlp, native)
 
     @classmethod
-    def of(cls, layer: nn.Module) -> "_Parts | None":
+    def of(cls, layer: nn.Module, native: Decoding | None) -> "_Parts | None":
         try:
-            return cls(layer)
+            return cls(layer, native)
         except AttributeError:
             return None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it computes attention by compiled functions."""
+        return self._native_attention is not None
+
+    def _find_native_attention(self, attention: Any) -> LayerAttention | None:
+        norms = [_native_norm(attention, name) for name in ("q_norm", "k_norm")]
+        if (self._q_norm is None) != (norms[0] is None) or (self._k_norm is None) != (norms[1] is None):
+            return None
+        dtype = attention.o_proj.weight.dtype
+        if not self._norms_heads or any(norm is not None and norm.weight.dtype != dtype for norm in norms):
+            return None
+        found = LayerAttention(self._num_heads, self._num_kv, self._head_dim, self._shape, *norms)
+        return found if found.is_possible else None
 
     def step(
         self, x_N: Tensor, rotary: tuple[Tensor, Tensor], cache: DecodeAttention, slices: list[AdapterSlice]
@@ -126,8 +159,12 @@ class _Parts:
         y = self._attend(y, rotary, cache, slices)
         if self._after_attention is not None:
             y = self._after_attention(y)
-        x_N = y.add_(x_N)
-        y = self._mlp(x_N if self._before_mlp is None else self._before_mlp(x_N), slices)
+        if self._native is not None and self._norm_of_sum is not None:
+            x_N, y = y, self._native.normalise(self._norm_of_sum, y, x_N)
+        else:
+            x_N = y.add_(x_N)
+            y = x_N if self._before_mlp is None else self._before_mlp(x_N)
+        y = self._mlp(y, slices)
         if self._after_mlp is not None:
             y = self._after_mlp(y)
         return y.add_(x_N)
@@ -135,7 +172,13 @@ class _Parts:
     def _attend(
         self, x_N: Tensor, rotary: tuple[Tensor, Tensor], cache: DecodeAttention, slices: list[AdapterSlice]
     ) -> Tensor:
-        heads = self._qkv(x_N, slices).view(len(x_N), -1, self._head_dim)
+        qkv = self._qkv(x_N, slices)
+        if self._native is not None and self._native_attention is not None:
+            cos, sin = (part[0] for part in rotary)
+            return self._out(
+                cache.attend_native(self._native, self._number, self._native_attention, qkv, cos, sin), slices
+            )
+        heads = qkv.view(len(x_N), -1, self._head_dim)
         num_turned = self._num_heads + self._num_kv
         turned, v_NKD = heads[:, :num_turned], heads[:, num_turned:]
         if self._q_norm is not None and self._k_norm is not None:
@@ -155,13 +198,25 @@ class _Parts:
         return self._out(out_NHD.reshape(len(x_N), -1), slices)
 
 
-def _norm(parent: Any, name: str) -> Norm | None:
-    """Return the forward of a norm without the overhead of a module call; ``None`` if there is no such norm."""
+def _norm(parent: Any, name: str, native: Decoding | None = None) -> Norm | None:
+    """Return a norm without the overhead of a module call; ``None`` if there is no such norm."""
     norm = getattr(parent, name, None)
-    return None if norm is None else norm.forward
+    if norm is None:
+        return None
+    if native is not None and (found := _native_norm(parent, name)) is not None:
+        return partial(native.normalise, found)
+    forward: Norm = norm.forward
+    return forward
 
 
-def _gated(mlp: Any) -> Callable[[Tensor, list[AdapterSlice]], Tensor]:
+def _native_norm(parent: Any, name: str) -> FrozenRMSNorm | None:
+    """Return the norm if compiled functions compute it."""
+    norm = getattr(parent, name, None)
+    is_usual = isinstance(norm, FrozenRMSNorm) and not norm.offset and len(norm.weight) % LANES == 0
+    return norm if is_usual else None
+
+
+def _gated(mlp: Any, native: Decoding | None) -> Callable[[Tensor, list[AdapterSlice]], Tensor]:
     """Return a function for ``down(act(gate(x)) * up(x))``, or the module itself if it has other submodules."""
     try:
         gate_up, down = _Product.of(mlp, "gate_up_proj", "gate_proj", "up_proj"), _Product.of(mlp, "down_proj")
@@ -174,4 +229,12 @@ def _gated(mlp: Any) -> Callable[[Tensor, list[AdapterSlice]], Tensor]:
         both = gate_up(x, slices)
         return down(act(both[:, :inner]).mul_(both[:, inner:]), slices)
 
-    return run
+    def run_native(x: Tensor, slices: list[AdapterSlice]) -> Tensor:
+        assert native is not None
+        return down(native.gate(gate_up(x, slices)), slices)
+
+    return run_native if native is not None and _is_silu(act) and inner % LANES == 0 else run
+
+
+def _is_silu(act: Any) -> bool:
+    return act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation")

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from lorimer.engine.model.attention import Joined, Shape, attend_rows, softmax_with_sinks
 from lorimer.engine.model.device import upload
+from lorimer.engine.model.native import Decoding, LayerAttention, PassAttention, Pasts
 
 BLOCK = 16
 """Prompts share prefixes in whole blocks of this many tokens."""
@@ -241,6 +243,20 @@ class _Readers:
     shortest: int
 
 
+class _Places:
+    """Where the rows of a pass are in the slab, as tensors."""
+
+    def __init__(self, slab: Slab, order: Sequence[int], device: torch.device) -> None:
+        rows, lengths = np.array(order), np.array(slab.lengths)
+        self.in_order = bool((rows == np.arange(len(rows))).all())
+        self.rows_T, self.back_T, self.positions_T, lengths_N = upload(
+            [rows, np.argsort(rows), lengths[rows], lengths], device
+        )
+        self.num_keys = max(slab.lengths) + 1
+        self.distance_NC = lengths_N[:, None] - torch.arange(self.num_keys, device=device)
+        self.readers = _find_readers(slab, device)
+
+
 class DecodeAttention:
     """The attention of a pass that adds one position to every row of the slab.
 
@@ -248,27 +264,42 @@ class DecodeAttention:
     """
 
     def __init__(self, slab: Slab, order: Sequence[int], device: torch.device) -> None:
-        self._slab = slab
-        rows, lengths = np.array(order), np.array(slab.lengths)
-        self._in_order = bool((rows == np.arange(len(rows))).all())
-        self._rows_T, self._back_T, self._positions_T, lengths_N = upload(
-            [rows, np.argsort(rows), lengths[rows], lengths], device
-        )
-        self._num_keys = max(slab.lengths) + 1
-        self._distance_NC = lengths_N[:, None] - torch.arange(self._num_keys, device=device)
-        self._readers = _find_readers(slab, device)
+        self._slab, self._order, self._device = slab, order, device
         self._masks: dict[tuple[int | None, int], Tensor] = {}
         self._past_masks: dict[tuple[int, int, int], Tensor] = {}
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._rotation: tuple[Tensor, Tensor]
 
+    @cached_property
+    def _places(self) -> _Places:
+        return _Places(self._slab, self._order, self._device)
+
+    @cached_property
+    def _native(self) -> tuple[PassAttention, list[Past]]:
+        """Return the rows as compiled functions read them, and the pasts that they number."""
+        slab, numbers = self._slab, dict[Past | None, int]({None: -1})
+        rows = [(row, slab.lengths[row], slab.pasts[row]) for row in self._order]
+        table = [
+            (row, own, numbers.setdefault(past, len(numbers) - 1), past.length if past else 0)
+            for row, own, past in rows
+        ]
+        return PassAttention(*zip(*table, strict=True)), [past for past in numbers if past is not None]
+
+    def attend_native(
+        self, native: Decoding, layer: int, attention: LayerAttention, qkv: Tensor, cos_ND: Tensor, sin_ND: Tensor
+    ) -> Tensor:
+        """Attend by compiled functions: return ``(N, H * D)`` of all heads of a pass, which are used up."""
+        current, known = self._native
+        pasts = Pasts([past.prompt.layers[layer] for past in known]) if known else None
+        return native.attend(current, attention, self._slab.layer(layer), pasts, qkv, cos_ND, sin_ND)
+
     def _mask(self, window: int | None, num_kv: int, like: Tensor) -> Tensor:
         """Return zero at keys a row sees, minus infinity elsewhere: ``(N * K, 1, keys)``; equal layers share it."""
         key = (window, num_kv)
         if key not in self._masks:
-            hidden = self._distance_NC < 0
+            hidden = self._places.distance_NC < 0
             if window is not None:
-                hidden |= self._distance_NC >= window
+                hidden |= self._places.distance_NC >= window
             mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
             self._masks[key] = mask.repeat_interleave(num_kv, 0).unsqueeze(1)
         return self._masks[key]
@@ -279,23 +310,24 @@ class DecodeAttention:
     def attend_rows(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, shape: Shape) -> Tensor:
         """Attend as ``attend`` does, with rows first and in the order of the pass; return ``(N, H, D)``."""
         k_cache, v_cache = self._slab.layer(layer)
-        k_cache[self._rows_T, :, self._positions_T] = k_NKD
-        v_cache[self._rows_T, :, self._positions_T] = v_NKD
+        places = self._places
+        k_cache[places.rows_T, :, places.positions_T] = k_NKD
+        v_cache[places.rows_T, :, places.positions_T] = v_NKD
         num_rows, num_kv = k_NKD.shape[:2]
-        if not self._in_order:
-            q_NHD = q_NHD[self._back_T]
+        if not places.in_order:
+            q_NHD = q_NHD[places.back_T]
         q = q_NHD.reshape(num_rows * num_kv, -1, q_NHD.shape[2])
-        k = k_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
-        v = v_cache[:num_rows].flatten(0, 1)[:, : self._num_keys]
+        k = k_cache[:num_rows].flatten(0, 1)[:, : places.num_keys]
+        v = v_cache[:num_rows].flatten(0, 1)[:, : places.num_keys]
         mask = self._mask(shape.window, num_kv, q)
         scores = _scores(q, k, mask, shape)
         sinks = None if shape.sinks is None else shape.sinks.view(num_kv, -1).repeat(num_rows, 1)
-        if self._readers:
+        if places.readers:
             out_NHD = self._attend_pasts(layer, q, scores, v, sinks, shape)
         else:
             p = softmax_with_sinks(scores.unsqueeze(2), sinks).squeeze(2)
             out_NHD = torch.bmm(p.to(v.dtype), v).view(num_rows, -1, v.shape[2])
-        return out_NHD if self._in_order else out_NHD[self._rows_T]
+        return out_NHD if places.in_order else out_NHD[places.rows_T]
 
     def _attend_pasts(
         self, layer: int, q_BGD: Tensor, scores_BGC: Tensor, v_BCD: Tensor, sinks_BG: Tensor | None, shape: Shape
@@ -304,9 +336,9 @@ class DecodeAttention:
         num_kv, group = self._slab.layer(layer)[0].shape[1], q_BGD.shape[1]
         q_NKGD, scores_NKGC = (x.view(-1, num_kv, group, x.shape[2]) for x in (q_BGD, scores_BGC))
         sinks_NKG = None if sinks_BG is None else sinks_BG.view(-1, num_kv, group)
-        p_NKGC = scores_NKGC if self._readers[0].rows is None else torch.empty_like(scores_NKGC)
+        p_NKGC = scores_NKGC if self._places.readers[0].rows is None else torch.empty_like(scores_NKGC)
         parts = []
-        for readers in self._readers:
+        for readers in self._places.readers:
             joined = _select(scores_NKGC, readers.rows)
             past = self._past_scores(layer, _select(q_NKGD, readers.rows), readers, shape)
             if past is not None:

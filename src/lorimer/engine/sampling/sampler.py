@@ -28,6 +28,7 @@ from lorimer.engine.messages import Done, Failed, Reply, SampleRequest
 from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.device import download, upload
 from lorimer.engine.model.head import Head
+from lorimer.engine.model.linear import CompiledSlices
 from lorimer.engine.model.vision import Placement, SequenceImages
 from lorimer.engine.sampling.constraints import Constraint, Grammars, mask_
 from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
@@ -40,7 +41,6 @@ from lorimer.engine.sampling.kv_cache import (
     Slab,
     find_pasts,
 )
-from lorimer.engine.sampling.merged import MergedAdapter
 from lorimer.engine.sampling.prompts import PromptScores
 from lorimer.engine.sampling.results import progress, result
 from lorimer.engine.sampling.stops import Stop, StopWatch
@@ -144,14 +144,13 @@ class Sampler:
         self._head = Head(model)
         self._grammars = Grammars(tokenizer, model.vocab_size, eos_token_ids)
         self._max_rows = max_rows
-        self._merged = MergedAdapter(model, memory_bytes // 4)
-        for_slab = int(0.75 * memory_bytes) - (self._merged.memory_bytes if self._merged.is_possible else 0)
-        self._slab = Slab(max(1, for_slab // model.position_bytes))
+        self._slab = Slab(max(1, int(0.75 * memory_bytes) // model.position_bytes))
         self._prefixes = PrefixStore(memory_bytes // 4)
         self._prefills: deque[Prefill] = deque()
         self._ready: deque[tuple[Sequence, PromptCache]] = deque()
         self._rows: list[Sequence] = []
         """The sequence of each row of the slab."""
+        self._last_slices: CompiledSlices | None = None
         self._requests: dict[str, Request] = {}
         self._failed: list[Request] = []
         self._prefill_next = True
@@ -387,6 +386,8 @@ class Sampler:
         last = self._slab.remove(row)
         self._rows[row] = self._rows[last]
         self._rows.pop()
+        if not self._rows:
+            self._last_slices = None  # which would keep its adapters
 
     def _preempt(self) -> None:
         """Preempt the newest sequences until the others have room for one more token."""
@@ -426,10 +427,14 @@ class Sampler:
         return self._draw(sequences, self._head.logits(hidden_NH, current.slices))
 
     def _decode_slices(self, sequences: list[Sequence]) -> list[AdapterSlice]:
-        slices, first = _slices([(s.request, 1) for s in sequences]), sequences[0].request
-        if first.adapter is None or slices[0].stop < len(sequences):
+        """Return the slices of a decoding pass, those of the step before, with their tables, if nothing has changed."""
+        slices = _slices([(s.request, 1) for s in sequences])
+        if self.model.native is None or not slices:
             return slices
-        return self._merged.apply(first.weights, first.adapter, slices)
+        places = [(part.start, part.stop, id(part.weights)) for part in slices]
+        if self._last_slices is None or places != [(p.start, p.stop, id(p.weights)) for p in self._last_slices]:
+            self._last_slices = CompiledSlices(slices, self.model.native)
+        return self._last_slices
 
     def _run(
         self, tokens: np.ndarray, positions: np.ndarray, current: Pass, placements: list[Placement] | None = None

@@ -23,10 +23,6 @@ class CachedAttention(Protocol):
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, shape: Shape) -> Tensor: ...
 
 
-MergedMatrices = dict[int, Tensor]
-"""The packed weight with an adapter added, by the identity of the frozen matrix."""
-
-
 @dataclass(frozen=True)
 class AdapterSlice:
     """Tokens ``start:stop`` belong to this adapter; gradients, where wanted, are added to ``grads``."""
@@ -36,8 +32,6 @@ class AdapterSlice:
     weights: Pairs
     scale: float
     grads: Pairs | None = None
-    merged: MergedMatrices | None = None
-    """Replaces base and pairs for the matrices it holds; only a slice that covers the whole pass may have it."""
     row_scales: RowScales | None = None
     """What the rows of the adapted weights are multiplied with, in DoRA."""
 
