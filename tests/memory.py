@@ -8,6 +8,7 @@ import traceback
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,8 @@ def peak_of_second_call(call: Callable[[], object]) -> int:
     The first call imports what it needs. In a process that has run other tests the memory that they freed, and their
     threads, would count as well.
     """
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_second_peak, [call])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_second_peak, call).result()
 
 
 def _second_peak(call: Callable[[], object]) -> int:
