@@ -44,12 +44,13 @@ def test_budget_grows_with_memory_between_its_bounds(small_model):
     sizes = [0, 10 * per_token, 500.5 * per_token, 1000.5 * per_token, 2000.5 * per_token, 1e6 * per_token]
     fitting = [count_fitting_tokens(small_model, int(size)) for size in sizes]
     assert fitting == [0, 10, 500, 1000, 2000, 1_000_000]
-    budgets = [choose_token_budget(tokens, DEVICE) for tokens in fitting]
+    cpu = replace(DEVICE, handle=torch.device("cpu"))
+    budgets = [choose_token_budget(tokens, cpu) for tokens in fitting]
     assert budgets == [MIN_BUDGET, MIN_BUDGET, 500, 1000, 2000, MAX_BUDGET]
     assert choose_token_budget(fitting[-1], replace(DEVICE, handle=torch.device("cuda"))) == MAX_DEVICE_BUDGET
-    full = [choose_token_budget(tokens, DEVICE, is_full=True) for tokens in fitting]
+    full = [choose_token_budget(tokens, cpu, is_full=True) for tokens in fitting]
     assert full == [MIN_BUDGET, MIN_BUDGET, 500, *[MAX_FULL_BUDGET] * 3]
-    narrow = replace(DEVICE, dtype=torch.bfloat16)
+    narrow = replace(cpu, dtype=torch.bfloat16)
     assert choose_token_budget(fitting[-1], narrow, is_full=True) == 2 * MAX_FULL_BUDGET
 
 
