@@ -27,6 +27,8 @@ from tests.vllm.installation import vllm_processes, write_config
 
 PROMPT = list(range(3, 40))
 END_SECONDS = 30
+NUM_SLOTS = 3
+"""For adapters: `max_loras` of the configuration, and one for the base."""
 
 
 def wait_until_gone(processes):
@@ -88,12 +90,12 @@ def test_cancelled_sample_ends(installation, service):
         "-H",
         "Content-Type: application/json",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as caller:
-        assert caller.stdout is not None
-        caller.stdout.readline()
-        assert installation.replica()["num_running_samples"] == 1
-        caller.kill()
     deadline = time.monotonic() + END_SECONDS
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as caller:
+        while installation.replica()["num_running_samples"] != 1:
+            assert time.monotonic() < deadline and caller.poll() is None
+            time.sleep(0.01)
+        caller.kill()
     while installation.replica()["num_running_samples"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -114,7 +116,22 @@ def test_server_ends_with_its_owner(tmp_path):
 
 
 async def test_check_at_start_finds_a_base_without_an_adapter(installation):
-    """The trap for which the base is asked as an adapter of zeros: beside adapters, vLLM computes it with theirs."""
+    """The trap for which the base is asked as an adapter of zeros: beside adapters, vLLM computes it with theirs.
+
+    A server that has just started does so; one that has computed other things did not always.
+    """
+    installation.wait_until_ready()
+    [process] = vllm_processes(installation.pid)
+    group, num_deaths, deadline = (
+        group_of(process),
+        installation.replica()["num_deaths"],
+        time.monotonic() + END_SECONDS,
+    )
+    process.kill()
+    wait_until_gone(group)
+    while installation.replica()["num_deaths"] == num_deaths:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     installation.wait_until_ready()
     [process] = vllm_processes(installation.pid)
     command = process.cmdline()
@@ -122,11 +139,15 @@ async def test_check_at_start_finds_a_base_without_an_adapter(installation):
     config = EngineConfig(model=MODEL, dtype="float32")
     base = BaseFiles(resolve(MODEL), config, open_device(config), None)
     async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=socket), base_url="http://vllm") as client:
-        vllm = Vllm(client)
-        await vllm.load_adapter(OTHER, Path(socket).parent / OTHER)
+        vllm, names = Vllm(client), [OTHER, *(f"{OTHER}-{slot}" for slot in range(NUM_SLOTS - 1))]
+        for name in names:
+            await vllm.load_adapter(name, Path(socket).parent / OTHER)
+            # Requests without an adapter get the weights of the last slot, so no slot may be empty or have the zeros.
+            await vllm.complete({"model": name, "prompt": PROMPT, "max_tokens": 1})
         try:
             with pytest.raises(ModelRefused, match="differ between one adapter alone and a mixed batch"):
                 await compare(vllm, base, (MODEL_NAME, OTHER), TOLERANCES[torch.float32])
             await compare(vllm, base, (BASE, OTHER), TOLERANCES[torch.float32])
         finally:
-            await vllm.unload_adapter(OTHER)
+            for name in names:
+                await vllm.unload_adapter(name)
