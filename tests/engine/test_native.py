@@ -176,7 +176,7 @@ def test_threads_change_nothing():
 def test_heads_that_are_rotated_in_part_are_left_to_torch():
     layer = LayerAttention(2, 1, 64, Shape(0.125))
     slab = make_slab(torch.Generator().manual_seed(0), [3], [None], 1, 64, torch.float32)
-    with pytest.raises(ValueError, match="in part"):
+    with pytest.raises(ValueError, match=r"\(1, 32\), is not laid out"):
         DecodeAttention(slab, [0], CPU).attend_native(
             functions(torch.float32), 0, layer, torch.zeros(1, 256), torch.ones(1, 32), torch.ones(1, 32)
         )
@@ -209,6 +209,17 @@ def test_low_rank_pairs(rows, dtype):
     assert torch.allclose(y.float(), expected.float(), **tolerance)
     assert not torch.equal(y, before)
     assert torch.equal(y[:2], before[:2])
+
+
+def test_tensors_that_would_be_misread_are_refused():
+    norm, x = FrozenRMSNorm(torch.ones(32), 1e-6), torch.ones(4, 64)
+    for wrong in (x, x[:, ::2], x[:, :32].bfloat16()):
+        with pytest.raises(ValueError, match="is not laid out for compiled functions"):
+            functions(torch.float32).normalise(norm, wrong)
+    target, pair = LoraTarget("q", "q", "attn", 32, 32), (torch.ones(4, 32), torch.ones(4, 32).t())
+    slices, y = CompiledSlices([AdapterSlice(0, 4, {"q": pair}, 1.0)], functions(torch.float32)), torch.zeros(4, 32)
+    assert len(add_products(x[:, ::2], y, [target], slices)) == 1, "torch multiplied"
+    assert torch.equal(y, torch.full((4, 32), 128.0))
 
 
 def test_pairs_that_are_laid_out_otherwise_are_left_to_torch():

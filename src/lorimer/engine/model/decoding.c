@@ -382,7 +382,8 @@ void attend(const Pass *pass, const Layer *layer, const Cache *cache, Number *qk
     const int64_t group = num_heads / num_kv, width = (num_heads + 2 * num_kv) * size;
 #pragma omp parallel for num_threads(pass->num_threads) schedule(static)
     for (int64_t task = 0; task < pass->num_rows * num_kv; task++) {
-        int64_t row = task / num_kv, head = task % num_kv, thread = 0;
+        /* Rows after each other have the same head, and so the same keys in the cache where they have one past. */
+        int64_t row = task % pass->num_rows, head = task / pass->num_rows, thread = 0;
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif

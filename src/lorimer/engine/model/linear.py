@@ -346,9 +346,11 @@ class CompiledSlices(list[AdapterSlice]):
         if key not in self._tables:
             self._tables[key] = self._make_table(targets)
         table = self._tables[key]
-        if table is not None and table.num_tasks:
+        if table is None or not self._native.accepts(x, y):
+            return False
+        if table.num_tasks:
             self._native.add_pairs(x, y, table)
-        return table is not None
+        return True
 
     def _make_table(self, targets: list[LoraTarget]) -> PairTable | None:
         pairs = []

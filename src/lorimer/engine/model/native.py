@@ -214,9 +214,9 @@ class PairTable:
 class Decoding:
     """The compiled functions for one dtype."""
 
-    def __init__(self, path: Path, compiler: str) -> None:
+    def __init__(self, path: Path, compiler: str, dtype: torch.dtype) -> None:
         library = ctypes.CDLL(str(path))
-        self.compiler = compiler
+        self.compiler, self._dtype = compiler, dtype
         self._normalise, self._gate, self._attend = library.add_and_normalise, library.gate_with_silu, library.attend
         self._add_pairs = library.add_pairs
         self._normalise.argtypes = [_POINTER] * 4 + [ctypes.c_float, _INT, _INT, _POINTER]
@@ -226,18 +226,31 @@ class Decoding:
         for function in (self._normalise, self._gate, self._attend, self._add_pairs):
             function.restype = None
 
+    def accepts(self, *tensors: Tensor) -> bool:
+        """Return whether the functions can read and write tensors."""
+        return all(tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in tensors)
+
+    def _address(self, tensor: Tensor, num_columns: int) -> int:
+        if not self.accepts(tensor) or tensor.shape[-1] != num_columns:
+            raise ValueError(
+                f"a tensor of {tensor.dtype}, {tuple(tensor.shape)}, is not laid out for compiled functions"
+            )
+        return tensor.data_ptr()
+
     def normalise(self, norm: Norm, x_NH: Tensor, added_NH: Tensor | None = None) -> Tensor:
         """Return the norm of ``x``, to which ``added`` is added first, in place."""
-        out, weight = torch.empty_like(x_NH), norm.weight
-        is_wide = weight.dtype == torch.float32
+        weight = norm.weight
+        size, is_wide = len(weight), weight.dtype == torch.float32
+        x, added = self._address(x_NH, size), None if added_NH is None else self._address(added_NH, size)
+        out = torch.empty_like(x_NH)
         self._normalise(
-            x_NH.data_ptr(),
-            None if added_NH is None else added_NH.data_ptr(),
+            x,
+            added,
             None if is_wide else weight.data_ptr(),
             weight.data_ptr() if is_wide else None,
             norm.eps,
             x_NH.shape[0],
-            x_NH.shape[1],
+            size,
             out.data_ptr(),
         )
         return out
@@ -246,7 +259,7 @@ class Decoding:
         """Return ``silu(gate) * up`` of rows that have the gate first."""
         num_rows, size = both_N2I.shape[0], both_N2I.shape[1] // 2
         out = both_N2I.new_empty(num_rows, size)
-        self._gate(both_N2I.data_ptr(), num_rows, size, out.data_ptr())
+        self._gate(self._address(both_N2I, 2 * size), num_rows, size, out.data_ptr())
         return out
 
     def attend(
@@ -263,10 +276,9 @@ class Decoding:
 
         ``qkv`` is used up.
         """
-        if cos_ND.shape != (qkv.shape[0], layer.head_dim) or cos_ND.dtype != qkv.dtype:
-            raise ValueError("heads are rotated in part, or in another dtype")
         out = qkv.new_empty(qkv.shape[0], layer.num_heads * layer.head_dim)
-        cache = _Cache(slab[0].data_ptr(), slab[1].data_ptr(), slab[0].shape[2])
+        size, num_heads = layer.head_dim, layer.num_heads + 2 * layer.num_kv
+        cache = _Cache(self._address(slab[0], size), self._address(slab[1], size), slab[0].shape[2])
         if pasts is not None:
             cache.past_k, cache.past_v, cache.past_capacities = (
                 ctypes.addressof(x) for x in (pasts.keys, pasts.values, pasts.capacities)
@@ -275,9 +287,9 @@ class Decoding:
             current.reference(layer.num_heads // layer.num_kv),
             layer.reference,
             ctypes.byref(cache),
-            qkv.data_ptr(),
-            cos_ND.data_ptr(),
-            sin_ND.data_ptr(),
+            self._address(qkv, num_heads * size),
+            self._address(cos_ND, size),
+            self._address(sin_ND, size),
             None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
             None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
             out.data_ptr(),
@@ -315,7 +327,7 @@ def load(dtype: torch.dtype) -> Decoding | str:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
         name = version.decode(errors="replace").partition("\n")[0]
         with _cache_directory() as directory:
-            return Decoding(_library(directory, compiler, name, _DTYPES[dtype]), name)
+            return Decoding(_library(directory, compiler, name, _DTYPES[dtype]), name, dtype)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         return f"{compiler} cannot compile them: {error}"
 
