@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK := not slow and not gpu and not service and not console
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
 WAITS := LORIMER_TEST_DEVICE=pretend $(PYTEST) tests/engine/test_synchronisations.py -m "not slow and not gpu" --timeout=300 -o faulthandler_timeout=400
-test: $(INSTALLED) ## Run what any change can break, in 8 to 12 minutes on two cores
+test: $(INSTALLED) ## Run what any change can break, in 4 to 12 minutes on two cores
 	$(PYTEST) -m "$(QUICK)" --timeout=300 -o faulthandler_timeout=400
 	$(WAITS)
 
