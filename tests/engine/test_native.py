@@ -302,6 +302,47 @@ def test_without_a_home_it_is_compiled_each_time_and_leaves_nothing(tmp_path, mo
     assert list(temporary.iterdir()) == []
 
 
+def test_a_library_that_was_cut_off_is_compiled_again(cache, tmp_path, monkeypatch):
+    functions(torch.float32)
+    (library,) = cache.iterdir()
+    other = tmp_path / "other" / "lorimer" / "kernels" / library.name  # one that is loaded is not opened again
+    other.parent.mkdir(0o700, parents=True)
+    other.touch(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    native.load.cache_clear()
+    functions(torch.float32)
+    assert other.stat().st_size == library.stat().st_size
+
+
+@pytest.mark.parametrize("what", ["gate", "add_pairs"])
+def test_functions_that_compute_something_else_are_not_used(what, monkeypatch):
+    own = getattr(native.Decoding, what)
+
+    def wrong(self, *args):
+        found = own(self, *args)
+        (args[1] if found is None else found).mul_(1.1)
+        return found
+
+    monkeypatch.setattr(native.Decoding, what, wrong)
+    model, _ = open_pair("llama", intermediate_size=96)
+    assert model.native is None
+    assert all(step.is_used and step.is_native == (what == "add_pairs") for step in model.steps)
+    assert model.describe_decoding() == "decoding: torch (compiled functions give other results)"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_scores_that_are_not_finite_are_not_hidden(softcap, number, dtype):
+    slab = make_slab(torch.Generator().manual_seed(0), [20, 20], [None] * 2, 1, 64, dtype)
+    layer, qkv = LayerAttention(1, 1, 64, Shape(0.125, softcap=softcap)), torch.ones(2, 192, dtype=dtype)
+    qkv[1, 3] = number
+    found = DecodeAttention(slab, range(2), CPU).attend_native(
+        functions(dtype), 0, layer, qkv, torch.ones(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype)
+    )
+    assert found.isfinite().all(1).tolist() == [True, False]
+
+
 @pytest.mark.usefixtures("cache")
 def test_without_a_compiler_torch_decodes(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))

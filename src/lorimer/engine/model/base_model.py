@@ -29,7 +29,14 @@ from lorimer.engine.model.device import Device
 from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
 from lorimer.engine.model.gradients import SharedGradients, refuse_outside
-from lorimer.engine.model.linear import FrozenLinear, FrozenMatrix, Grouping, fastest_packed_rows, join_siblings
+from lorimer.engine.model.linear import (
+    FrozenLinear,
+    FrozenMatrix,
+    Grouping,
+    fastest_packed_rows,
+    join_siblings,
+    multiplies_as_torch,
+)
 from lorimer.engine.model.logit_map import LogitMap, find_logit_map
 from lorimer.engine.model.masters import MASTER_DTYPE, MasterWeights
 from lorimer.engine.model.mlp import replace_gated_mlps
@@ -413,14 +420,17 @@ class BaseModel:
             step.probe(self.native)
         positions = [len(tokens) - 3, self.max_context // 2, self.max_context - 1]
         self._decode(tokens[:-3], tokens[-3:], torch.tensor(positions, device=tokens.device))
-        self._no_native = found if isinstance(found, str) else ""
+        self._no_native = found if isinstance(found, str) else "compiled functions give other results"
+        is_wrong = any(step.is_used and not step.is_native for step in self.steps)
+        if self.native is not None and (is_wrong or not multiplies_as_torch(self.native, self.device.dtype)):
+            self.native = None
 
     def describe_decoding(self) -> str:
-        """Return how many layers decode by compiled functions, or why none does."""
-        num_native = sum(step.is_native for step in self.steps)
-        if self.native is None or not num_native:
-            return f"decoding: torch ({self._no_native or 'compiled functions give no layer its own result'})"
-        return f"decoding: {num_native} of {len(self.steps)} layers compiled by {self.native.compiler}"
+        """Return what decodes, compiled functions or torch, and why."""
+        if self.native is None:
+            return f"decoding: torch ({self._no_native})"
+        num = sum(step.has_native_attention for step in self.steps)
+        return f"decoding: compiled by {self.native.compiler}, with the attention of {num} of {len(self.steps)} layers"
 
     def _decode(self, prompt: Tensor, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
         """Return the hidden states of tokens that each follow the cached prompt."""

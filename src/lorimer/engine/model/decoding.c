@@ -2,7 +2,7 @@
  *
  * Each function does in one call what takes torch ten small ones, for one dtype, which is chosen at compilation. Where
  * torch rounds to that dtype these functions round too, so that a token has the log probability that training gives it.
- * `native.py` compiles this file and compares each function with torch before it is used.
+ * `native.py` compiles this file; a model uses what gave its own layers' results on a probe.
  *
  * Legend: N rows, H hidden size, Q query heads, K key/value heads, G = Q / K, D head size, C capacity of a cache.
  */
@@ -122,9 +122,9 @@ INLINE Four sums_of_four(const Vector *x) {
     return __builtin_shufflevector(ab, cd, 0, 2, 4, 6) + __builtin_shufflevector(ab, cd, 1, 3, 5, 7);
 }
 
-/* e^x to the last bit or two, for x that is finite or -inf: 2^n times a polynomial of what is left of x. */
+/* e^x to the last bit or two, of x between -87.33 and 88.37: 2^n times a polynomial of what is left of x. */
 INLINE Vector exponential(Vector x) {
-    x = smaller(larger(x, all(-87.33f)), all(88.37f));
+    x = smaller(all(88.37f), larger(all(-87.33f), x)); /* in this order NaN stays NaN */
     const Vector magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     Vector n = (x * all(1.44269504088896341f) + magic) - magic;
     Vector r = x - n * all(0.693359375f) + n * all(2.12194440e-4f);
@@ -138,8 +138,6 @@ INLINE Vector exponential(Vector x) {
     Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
     return p * (Vector)exponent;
 }
-
-int64_t num_lanes(void) { return LANES; }
 
 /* ── norm and activation ─────────────────────────────────────────────────────────────────────────── */
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lorimer.engine.adapters.adapters import Pairs
 from lorimer.engine.adapters.dora import RowScale
 from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
@@ -349,6 +350,7 @@ class CompiledSlices(list[AdapterSlice]):
         if table is None or not self._native.accepts(x, y):
             return False
         if table.num_tasks:
+            assert x.shape[1] == table.in_features
             self._native.add_pairs(x, y, table)
         return True
 
@@ -358,10 +360,25 @@ class CompiledSlices(list[AdapterSlice]):
             for part in self:
                 if (pair := part.weights.get(target.name)) is not None:
                     found = LowRank(pair[0], pair[1], part.start, part.stop, target.row_offset, part.scale)
-                    if part.row_scales is not None or target.row_step != 1 or not found.is_possible:
+                    is_readable = found.is_possible and self._native.accepts(pair[0], pair[1].t())
+                    if part.row_scales is not None or target.row_step != 1 or not is_readable:
                         return None
                     pairs.append(found)
         return PairTable(pairs)
+
+
+@torch.no_grad()
+def multiplies_as_torch(native: Decoding, dtype: torch.dtype) -> bool:
+    """Return whether compiled functions multiply with low-rank pairs as torch does, on a probe of two adapters."""
+    target, x = LoraTarget("probe", "probe", "attn", 64, 80), torch.linspace(-1, 1, 9 * 64).view(9, 64).to(dtype)
+    pairs = [(torch.linspace(-1, 2, n * 64).view(n, 64), torch.linspace(1, -2, n * 80).view(n, 80).t()) for n in (3, 8)]
+    weights: list[Pairs] = [{target.name: (a.to(dtype), b.to(dtype))} for a, b in pairs]
+    slices = [AdapterSlice(0, 7, weights[0], 0.5), AdapterSlice(8, 9, weights[1], 2.0)]
+    expected, found = (torch.ones(9, 80, dtype=dtype) for _ in range(2))
+    add_products(x, expected, [target], slices)
+    if add_products(x, found, [target], CompiledSlices(slices, native)):
+        return False
+    return bool((found - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max())
 
 
 class Grouping:

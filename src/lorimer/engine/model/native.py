@@ -1,7 +1,7 @@
 """Functions for decoding on a CPU in C (``decoding.c``), compiled when an engine first needs them.
 
-A C compiler is all they take; where there is none, or what it made is not right or not faster, torch computes the
-same. The library is kept in the user's cache, under the digest of all that it depends on. ``stepping.py`` calls them.
+A C compiler is all they take; where there is none, or what it made is not right, torch computes the same. The library
+is kept in the user's cache, under the digest of what it depends on. ``stepping.py`` and ``linear.py`` call them.
 
 Legend: N rows, H hidden size, Q query heads, K key/value heads, D head size, C capacity of the slab, I inner size.
 """
@@ -15,6 +15,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ LANES = 16
 """Sizes of rows are multiples of this many numbers."""
 _DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 _FLAGS = ("-O3", "-fPIC", "-shared")
-_CHOICES = tuple((cpu, *threads) for cpu in ("-march=native", "-mcpu=native") for threads in (("-fopenmp",), ()))
+# Not on macOS: a second OpenMP library beside torch's would end the process.
+_THREADS: tuple[tuple[str, ...], ...] = ((),) if sys.platform == "darwin" else (("-fopenmp",), ())
+_CHOICES = tuple((cpu, *threads) for cpu in ("-march=native", "-mcpu=native") for threads in _THREADS)
 """The first that the compiler accepts is taken. For any CPU of a kind they would be slower than torch."""
 _SECONDS = 60
 _ALONE = 100_000
@@ -138,7 +141,7 @@ class PassAttention:
         """Return the structure for layers with ``group`` query heads for each key head."""
         if group != self._group:
             num_threads, size = torch.get_num_threads(), (self._longest + LANES) // LANES * LANES * group
-            self._scratch, self._group = torch.empty(num_threads * size), group
+            self._scratch, self._group = torch.empty(num_threads * size, dtype=torch.float32), group
             address, step = self._table.ctypes.data, self._table.strides[0]
             self._struct = _Pass(
                 self._table.shape[1],
@@ -206,7 +209,7 @@ class PairTable:
                 self.num_a = len(tasks)
         self.in_features = pairs[0].a.shape[1] if pairs else 0
         self._rows, self._tasks = np.array(rows, _PAIR), np.array(tasks, np.int32)
-        self._scratch = torch.empty(inner)
+        self._scratch = torch.empty(inner, dtype=torch.float32)
         self.num_tasks, self.num_operations = len(tasks), inner * self.in_features
         self.pairs, self.tasks, self.scratch = self._rows.ctypes.data, self._tasks.ctypes.data, self._scratch.data_ptr()
 
@@ -327,14 +330,20 @@ def load(dtype: torch.dtype) -> Decoding | str:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
         name = version.decode(errors="replace").partition("\n")[0]
         with _cache_directory() as directory:
-            return Decoding(_library(directory, compiler, name, _DTYPES[dtype]), name, dtype)
+            path = _library(directory, compiler, name, _DTYPES[dtype])
+            try:
+                return Decoding(path, name, dtype)
+            except OSError:  # it was cut off, by a crash of the machine
+                path.unlink()
+                return Decoding(_library(directory, compiler, name, _DTYPES[dtype]), name, dtype)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         return f"{compiler} cannot compile them: {error}"
 
 
 def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...]) -> Path:
     """Return the compiled library, from ``directory`` if it is there."""
-    depends = [SOURCE.read_text("utf-8"), version, torch.__version__, platform.machine(), _cpu_features(), *flags]
+    machine = [version, torch.__version__, platform.machine(), _cpu_features()]
+    depends = [SOURCE.read_text("utf-8"), *machine, repr((_FLAGS, _CHOICES)), *flags]
     digest = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:32]
     path = directory / f"decoding-{digest}.so"
     if path.exists() and _is_ours(path):
@@ -347,6 +356,7 @@ def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...
             command = [compiler, *_FLAGS, *choice, *flags, "-o", made, str(SOURCE), "-lm"]
             done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
             if done.returncode == 0:
+                os.chmod(made, 0o700)  # a linker may have made the file anew, by the user's mask
                 os.replace(made, path)
                 return path
             said = (done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"])[-1]

@@ -42,7 +42,12 @@ class LayerStep:
 
     @property
     def is_native(self) -> bool:
+        """Whether it uses compiled functions, where the layer has what they compute."""
         return self._parts is not None and self._parts.is_native
+
+    @property
+    def has_native_attention(self) -> bool:
+        return self._parts is not None and self._parts.has_native_attention
 
     def probe(self, native: Decoding | None = None) -> None:
         """Use the next decoding pass, which must be a good probe, to decide whether the layer can be stepped."""
@@ -139,7 +144,10 @@ class _Parts:
 
     @property
     def is_native(self) -> bool:
-        """Whether it computes attention by compiled functions."""
+        return self._native is not None
+
+    @property
+    def has_native_attention(self) -> bool:
         return self._native_attention is not None
 
     def _find_native_attention(self, attention: Any) -> LayerAttention | None:

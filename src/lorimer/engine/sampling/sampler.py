@@ -430,6 +430,7 @@ class Sampler:
         """Return the slices of a decoding pass, those of the step before, with their tables, if nothing has changed."""
         slices = _slices([(s.request, 1) for s in sequences])
         if self.model.native is None or not slices:
+            self._last_slices = None  # which would keep its adapters
             return slices
         places = [(part.start, part.stop, id(part.weights)) for part in slices]
         if self._last_slices is None or places != [(p.start, p.stop, id(p.weights)) for p in self._last_slices]:
