@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from lorimer import types
+from lorimer.engine.model import native
 from lorimer.models.debug import make_debug_model
 from tests.server.processes import Process, eventually, is_connected, is_well, statuses
 from tests.server.routes.conftest import MODEL, Client, datum, sample_body
@@ -123,10 +124,12 @@ def in_flight(server: Process) -> int:
 
 
 def check_outbound(asked: list[list]) -> None:
-    """Only the engine was started, by a list of arguments; only this machine was spoken to."""
-    programs = [what for event, *what in asked if not event.startswith("socket.")]
-    assert len(programs) == 1 and isinstance(programs[0][0], list), programs
-    assert {"lorimer.engine", "lorimer.engine.forker"} & set(programs[0][0])
+    """Only the engine was started, and its C compiler, by lists of arguments; only this machine was spoken to."""
+    programs = [what[0] for event, *what in asked if not event.startswith("socket.")]
+    assert all(isinstance(words, list) for words in programs), programs
+    engine, *others = programs
+    assert {"lorimer.engine", "lorimer.engine.forker"} & set(engine)
+    assert all(words[1:] == ["--version"] or str(native.SOURCE) in words for words in others), others
     for event, *what in asked:
         if event in ("socket.connect", "socket.sendto"):
             family, address = what

@@ -98,7 +98,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(client, extra):
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[0].choices[0].delta.role == "assistant"
     # Besides its pieces: the beginning, the end, the usage. Before the stop string there is room for one piece only.
-    assert len(chunks) > (3 if "stop" in extra else 5)
+    # Tokens that come faster than they are sent share a piece.
+    assert len(chunks) > (3 if "stop" in extra else 4)
 
 
 async def test_the_async_client_streams_too(server):

@@ -290,7 +290,7 @@ class Sampler:
         """Compute the next tokens of several prompts in one pass, which extends their caches."""
         tokens = np.concatenate([prefill.tokens[part] for prefill, part in zip(prefills, parts, strict=True)])
         attention = PrefillAttention(spans)
-        slices = _slices([(p.request, span.stop - span.start) for p, span in zip(prefills, spans, strict=True)])
+        slices = self._slices([(p.request, span.stop - span.start) for p, span in zip(prefills, spans, strict=True)])
         placements = [
             Placement(p.request.images, span.start, part[0], part[-1] + 1)
             for p, span, part in zip(prefills, spans, parts, strict=True)
@@ -352,7 +352,7 @@ class Sampler:
         waiting = [(i, s) for i, p in enumerate(prefills) for s in p.sequences]
         replies: list[Reply] = []
         try:
-            logits_NV = self._head.logits(last_NH, _slices([(p.request, 1) for p in prefills]))
+            logits_NV = self._head.logits(last_NH, self._slices([(p.request, 1) for p in prefills]))
             for start in range(0, len(waiting), _DRAWS):
                 part = waiting[start : start + _DRAWS]
                 (owners,) = upload([np.array([i for i, _ in part])], logits_NV.device)
@@ -436,6 +436,11 @@ class Sampler:
         if self._last_slices is None or places != [(p.start, p.stop, id(p.weights)) for p in self._last_slices]:
             self._last_slices = CompiledSlices(slices, self.model.native)
         return self._last_slices
+
+    def _slices(self, parts: list[tuple[Request, int]]) -> list[AdapterSlice]:
+        """Return slices whose products depend on nothing but their row: torch rounds one row otherwise than several."""
+        slices = _slices(parts)
+        return slices if self.model.native is None or not slices else CompiledSlices(slices, self.model.native)
 
     def _run(
         self, tokens: np.ndarray, positions: np.ndarray, current: Pass, placements: list[Placement] | None = None
