@@ -51,7 +51,12 @@ export async function render(root, { query, live, setQuery, navigate, signal }) 
     drawChanged([state.runs, state.total, state.groups, [...state.open], state.columns, state.sort, state.problem]);
   };
   const reload = async () => {
-    await load(state, signal);
+    try {
+      await load(state, signal);
+    } catch (error) {
+      if (signal.aborted) return; // the page was left meanwhile
+      throw error;
+    }
     replace(grouping, groupChoice(state, change));
     draw();
   };
