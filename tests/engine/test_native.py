@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from lorimer.engine.adapters.adapters import snapshot
 from lorimer.engine.adapters.lora import LoraTarget
-from lorimer.engine.model import native
 from lorimer.engine.model.attention import Shape
 from lorimer.engine.model.linear import CompiledSlices, add_products
-from lorimer.engine.model.native import HEAD_DIMS, LayerAttention
 from lorimer.engine.model.norms import FrozenRMSNorm
+from lorimer.engine.native import library
+from lorimer.engine.native.decode import HEAD_DIMS, Decoding, LayerAttention, LowRank
 from lorimer.engine.sampling.kv_cache import DecodeAttention, Past, PromptCache, Slab
 from lorimer.engine.training.batch import AdapterSlice
 from tests.engine.reference import DEVICE, make_adapter, open_pair
@@ -29,9 +29,9 @@ pytestmark = [
 
 
 def functions(dtype):
-    found = native.load(dtype)
+    found = library.load(dtype)
     assert not isinstance(found, str), found
-    return found
+    return Decoding(found)
 
 
 def close(dtype):
@@ -237,7 +237,7 @@ def test_frozen_adapters_are_laid_out_for_them(dtype):
     adapter = make_adapter(model)
     frozen = snapshot(adapter, dtype)
     for name, (a, b) in frozen.weights.items():
-        assert native.LowRank(a, b, 0, 1, 0, 1.0).is_possible or {a.shape[1] % 16, b.shape[0] % 16} != {0}
+        assert LowRank(a, b, 0, 1, 0, 1.0).is_possible or {a.shape[1] % 16, b.shape[0] % 16} != {0}
         assert torch.equal(a, adapter.weights[name][0].to(dtype))
         assert torch.equal(b, adapter.weights[name][1].to(dtype))
 
@@ -248,9 +248,9 @@ def test_frozen_adapters_are_laid_out_for_them(dtype):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load.cache_clear()
+    library.load.cache_clear()
     yield tmp_path / "cache" / "lorimer" / "kernels"
-    native.load.cache_clear()
+    library.load.cache_clear()
 
 
 def script(path, text):
@@ -263,30 +263,30 @@ def test_a_library_is_compiled_once(cache, tmp_path, monkeypatch):
     log = tmp_path / "calls"
     monkeypatch.setenv("CC", script(tmp_path / "cc", f'echo "$@" >> {log}; exec {shutil.which("cc")} "$@"'))
     functions(torch.float32)
-    (library,) = cache.iterdir()
+    (kept,) = cache.iterdir()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     num_calls = len(log.read_text().splitlines())
-    native.load.cache_clear()
+    library.load.cache_clear()
     functions(torch.float32)
     assert log.read_text().splitlines()[num_calls:] == ["--version"]
     functions(torch.bfloat16)
     assert len(list(cache.iterdir())) == 2
-    assert library.exists()
+    assert kept.exists()
 
 
 @pytest.mark.parametrize("which", ["directory", "library"])
 def test_what_others_could_have_written_is_not_run(cache, which):
     functions(torch.float32)
-    (library,) = cache.iterdir()
-    before = library.stat().st_mtime_ns
-    (cache if which == "directory" else library).chmod(0o777)
-    native.load.cache_clear()
+    (kept,) = cache.iterdir()
+    before = kept.stat().st_mtime_ns
+    (cache if which == "directory" else kept).chmod(0o777)
+    library.load.cache_clear()
     functions(torch.float32)
     if which == "directory":
-        assert library.stat().st_mtime_ns == before, "it was compiled elsewhere"
+        assert kept.stat().st_mtime_ns == before, "it was compiled elsewhere"
     else:
-        assert library.stat().st_mtime_ns > before
-        assert not library.stat().st_mode & stat.S_IWOTH
+        assert kept.stat().st_mtime_ns > before
+        assert not kept.stat().st_mode & stat.S_IWOTH
 
 
 def test_without_a_home_it_is_compiled_each_time_and_leaves_nothing(tmp_path, monkeypatch):
@@ -295,35 +295,35 @@ def test_without_a_home_it_is_compiled_each_time_and_leaves_nothing(tmp_path, mo
     temporary.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    native.load.cache_clear()
+    library.load.cache_clear()
     x = torch.ones(1, 16)
     assert torch.equal(functions(torch.float32).normalise(FrozenRMSNorm(torch.ones(16), 0.0), x), x)
-    native.load.cache_clear()
+    library.load.cache_clear()
     assert list(temporary.iterdir()) == []
 
 
 def test_a_library_that_was_cut_off_is_compiled_again(cache, tmp_path, monkeypatch):
     functions(torch.float32)
-    (library,) = cache.iterdir()
-    other = tmp_path / "other" / "lorimer" / "kernels" / library.name  # one that is loaded is not opened again
+    (kept,) = cache.iterdir()
+    other = tmp_path / "other" / "lorimer" / "kernels" / kept.name  # one that is loaded is not opened again
     other.parent.mkdir(0o700, parents=True)
     other.touch(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    native.load.cache_clear()
+    library.load.cache_clear()
     functions(torch.float32)
-    assert other.stat().st_size == library.stat().st_size
+    assert other.stat().st_size == kept.stat().st_size
 
 
 @pytest.mark.parametrize("what", ["gate", "add_pairs"])
 def test_functions_that_compute_something_else_are_not_used(what, monkeypatch):
-    own = getattr(native.Decoding, what)
+    own = getattr(Decoding, what)
 
     def wrong(self, *args):
         found = own(self, *args)
         (args[1] if found is None else found).mul_(1.1)
         return found
 
-    monkeypatch.setattr(native.Decoding, what, wrong)
+    monkeypatch.setattr(Decoding, what, wrong)
     model, _ = open_pair("llama", intermediate_size=96)
     assert model.native is None
     assert all(step.is_used and step.is_native == (what == "add_pairs") for step in model.steps)
@@ -347,7 +347,7 @@ def test_scores_that_are_not_finite_are_not_hidden(softcap, number, dtype):
 def test_without_a_compiler_torch_decodes(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert native.load(torch.float32) == "there is no C compiler (CC, cc, gcc or clang)"
+    assert library.load(torch.float32) == "there is no C compiler (CC, cc, gcc or clang)"
     model, _ = open_pair("llama")
     assert model.native is None
     assert all(step.is_used and not step.is_native for step in model.steps)
@@ -358,7 +358,7 @@ def test_without_a_compiler_torch_decodes(tmp_path, monkeypatch):
 def test_a_compiler_that_fails_is_named_with_what_it_said(tmp_path, monkeypatch):
     text = '[ "$1" = --version ] && { echo broken 1.0; exit; }; echo "no space left" >&2; exit 3'
     monkeypatch.setenv("CC", script(tmp_path / "broken", text))
-    found = native.load(torch.float32)
+    found = library.load(torch.float32)
     assert found == f"{tmp_path / 'broken'} cannot compile them: no space left"
     (kernels,) = (tmp_path / "cache" / "lorimer").iterdir()
     assert list(kernels.iterdir()) == []

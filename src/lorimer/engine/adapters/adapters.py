@@ -181,7 +181,7 @@ def snapshot(adapter: Adapter, dtype: torch.dtype = torch.float32) -> FrozenAdap
 def freeze(
     weights: Pairs, config: LoraConfig, base: Mapping[str, BaseRows], dtype: torch.dtype = torch.float32
 ) -> FrozenAdapter:
-    """Copy weights for passes in ``dtype``, B column by column, as ``model/native.py`` reads it.
+    """Copy weights for passes in ``dtype``, B column by column, as ``native/decode.py`` reads it.
 
     Those of a DoRA run stay float32, because the norms of its rows are computed from them.
     """

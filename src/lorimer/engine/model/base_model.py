@@ -40,13 +40,13 @@ from lorimer.engine.model.linear import (
 from lorimer.engine.model.logit_map import LogitMap, find_logit_map
 from lorimer.engine.model.masters import MASTER_DTYPE, MasterWeights
 from lorimer.engine.model.mlp import replace_gated_mlps
-from lorimer.engine.model.native import Decoding
-from lorimer.engine.model.native import load as load_native
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
+from lorimer.engine.native import library
+from lorimer.engine.native.decode import Decoding
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.sharding import ALONE, Shards
 from lorimer.engine.training.batch import Pass, PassSlot
@@ -413,8 +413,8 @@ class BaseModel:
 
     def _probe_steps(self, tokens: Tensor) -> None:
         """Find the layers that ``LayerStep`` can compute, by rows at the next position and at distant ones."""
-        found = load_native(self.device.dtype) if self.device.type == "cpu" else "they are for CPUs"
-        self.native: Decoding | None = None if isinstance(found, str) else found
+        found = library.load(self.device.dtype) if self.device.type == "cpu" else "they are for CPUs"
+        self.native: Decoding | None = None if isinstance(found, str) else Decoding(found)
         """Compiled functions for decoding."""
         for step in self.steps:
             step.probe(self.native)

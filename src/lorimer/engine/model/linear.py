@@ -21,9 +21,9 @@ from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
 from lorimer.engine.model.grouped import GroupedSlices
 from lorimer.engine.model.masters import add_product, add_sum
-from lorimer.engine.model.native import Decoding, LowRank, PairTable
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import quantized_weights
+from lorimer.engine.native.decode import Decoding, LowRank, PairTable
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 

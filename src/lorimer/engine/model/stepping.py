@@ -2,8 +2,8 @@
 
 Decoding computes few tokens at a time, so the calls around a layer's products take as long as the products. Most
 decoder layers are one of two arrangements of norms, attention and MLP; ``LayerStep`` computes both with as few calls
-as possible, fewest where ``native.py`` has compiled functions. A layer is stepped this way only where that gave the
-layer's own result on a probe, rows at near and far positions among it; any other layer simply keeps its forward.
+as possible, fewest where ``native/decode.py`` has compiled functions. A layer is stepped this way only where that
+gave the layer's own result on a probe, rows at near and far positions among it; any other keeps its forward.
 
 Legend: N rows, one token of a sequence each; H query heads, K key/value heads, D head size.
 """
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
-from lorimer.engine.model.native import LANES, Decoding, LayerAttention
 from lorimer.engine.model.norms import FrozenRMSNorm
+from lorimer.engine.native.decode import Decoding, LayerAttention
+from lorimer.engine.native.library import LANES
 from lorimer.engine.sampling.kv_cache import DecodeAttention
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 

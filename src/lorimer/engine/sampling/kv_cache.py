@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lorimer.engine.model.attention import Joined, Shape, attend_rows, softmax_with_sinks
 from lorimer.engine.model.device import upload
-from lorimer.engine.model.native import Decoding, LayerAttention, PassAttention, Pasts
+from lorimer.engine.native.decode import Decoding, LayerAttention, PassAttention, Pasts
 
 BLOCK = 16
 """Prompts share prefixes in whole blocks of this many tokens."""

@@ -1,25 +1,13 @@
-"""Functions for decoding on a CPU in C (``decoding.c``), compiled when an engine first needs them.
+"""The functions of ``decode.c``: what a decoder layer does between its products when it decodes.
 
-A C compiler is all they take; where there is none, or what it made is not right, torch computes the same. The library
-is kept in the user's cache, under the digest of what it depends on. ``stepping.py`` and ``linear.py`` call them.
+``model/stepping.py`` and ``model/linear.py`` call them. A model uses those that gave its layers' results on a probe.
 
 Legend: N rows, H hidden size, Q query heads, K key/value heads, D head size, C capacity of the slab, I inner size.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import stat
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -27,48 +15,37 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.model.attention import Shape
+from lorimer.engine.native.library import INT, LANES, POINTER, Library
 
-SOURCE = Path(__file__).with_name("decoding.c")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 MAX_GROUP = 32
 """Query heads of one key head."""
-LANES = 16
-"""Sizes of rows are multiples of this many numbers."""
-_DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
-_FLAGS = ("-O3", "-fPIC", "-shared")
-# Not on macOS: a second OpenMP library beside torch's would end the process.
-_THREADS: tuple[tuple[str, ...], ...] = ((),) if sys.platform == "darwin" else (("-fopenmp",), ())
-_CHOICES = tuple((cpu, *threads) for cpu in ("-march=native", "-mcpu=native") for threads in _THREADS)
-"""The first that the compiler accepts is taken. For any CPU of a kind they would be slower than torch."""
-_SECONDS = 60
 _ALONE = 100_000
 """Multiplications that one thread does faster than several."""
-_POINTER = ctypes.c_void_p
-_INT = ctypes.c_int64
 
 
 class _Pass(ctypes.Structure):
     _fields_ = [
-        ("num_rows", _INT),
-        ("num_threads", _INT),
-        ("rows", _POINTER),
-        ("lengths", _POINTER),
-        ("pasts", _POINTER),
-        ("past_lengths", _POINTER),
-        ("scratch", _POINTER),
-        ("scratch_size", _INT),
+        ("num_rows", INT),
+        ("num_threads", INT),
+        ("rows", POINTER),
+        ("lengths", POINTER),
+        ("pasts", POINTER),
+        ("past_lengths", POINTER),
+        ("scratch", POINTER),
+        ("scratch_size", INT),
     ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("num_heads", _INT),
-        ("num_kv", _INT),
-        ("head_dim", _INT),
+        ("num_heads", INT),
+        ("num_kv", INT),
+        ("head_dim", INT),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("window", _INT),
-        ("sinks", _POINTER),
+        ("window", INT),
+        ("sinks", POINTER),
         ("q_eps", ctypes.c_float),
         ("k_eps", ctypes.c_float),
     ]
@@ -76,12 +53,12 @@ class _Layer(ctypes.Structure):
 
 class _Cache(ctypes.Structure):
     _fields_ = [
-        ("k", _POINTER),
-        ("v", _POINTER),
-        ("capacity", _INT),
-        ("past_k", _POINTER),
-        ("past_v", _POINTER),
-        ("past_capacities", _POINTER),
+        ("k", POINTER),
+        ("v", POINTER),
+        ("capacity", INT),
+        ("past_k", POINTER),
+        ("past_v", POINTER),
+        ("past_capacities", POINTER),
     ]
 
 
@@ -159,8 +136,8 @@ class Pasts:
 
     def __init__(self, layers: Sequence[CachePart]) -> None:
         self.num = len(layers)
-        self.keys, self.values = ((_POINTER * self.num)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1))
-        self.capacities = (_INT * self.num)(*(pair[0].shape[1] for pair in layers))
+        self.keys, self.values = ((POINTER * self.num)(*(pair[i].data_ptr() for pair in layers)) for i in (0, 1))
+        self.capacities = (INT * self.num)(*(pair[0].shape[1] for pair in layers))
 
 
 _PAIR = np.dtype(
@@ -168,7 +145,7 @@ _PAIR = np.dtype(
     + [("scale", np.float64)]
 )
 _A_TASK, _B_TASK = 8, 256
-"""Columns of one task, as in ``decoding.c``."""
+"""Columns of one task, as in ``decode.c``."""
 
 
 @dataclass(frozen=True)
@@ -217,28 +194,21 @@ class PairTable:
 class Decoding:
     """The compiled functions for one dtype."""
 
-    def __init__(self, path: Path, compiler: str, dtype: torch.dtype) -> None:
-        library = ctypes.CDLL(str(path))
-        self.compiler, self._dtype = compiler, dtype
-        self._normalise, self._gate, self._attend = library.add_and_normalise, library.gate_with_silu, library.attend
-        self._add_pairs = library.add_pairs
-        self._normalise.argtypes = [_POINTER] * 4 + [ctypes.c_float, _INT, _INT, _POINTER]
-        self._gate.argtypes = [_POINTER, _INT, _INT, _POINTER]
-        self._attend.argtypes = [_POINTER] * 9
-        self._add_pairs.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT]
+    def __init__(self, library: Library) -> None:
+        functions = library.functions
+        self.accepts, self._address, self.compiler = library.accepts, library.address, library.compiler
+        self._normalise, self._gate, self._attend = (
+            functions.add_and_normalise,
+            functions.gate_with_silu,
+            functions.attend,
+        )
+        self._add_pairs = functions.add_pairs
+        self._normalise.argtypes = [POINTER] * 4 + [ctypes.c_float, INT, INT, POINTER]
+        self._gate.argtypes = [POINTER, INT, INT, POINTER]
+        self._attend.argtypes = [POINTER] * 9
+        self._add_pairs.argtypes = [POINTER, POINTER, INT, INT, POINTER, INT, POINTER, INT, POINTER, INT]
         for function in (self._normalise, self._gate, self._attend, self._add_pairs):
             function.restype = None
-
-    def accepts(self, *tensors: Tensor) -> bool:
-        """Return whether the functions can read and write tensors."""
-        return all(tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in tensors)
-
-    def _address(self, tensor: Tensor, num_columns: int) -> int:
-        if not self.accepts(tensor) or tensor.shape[-1] != num_columns:
-            raise ValueError(
-                f"a tensor of {tensor.dtype}, {tuple(tensor.shape)}, is not laid out for compiled functions"
-            )
-        return tensor.data_ptr()
 
     def normalise(self, norm: Norm, x_NH: Tensor, added_NH: Tensor | None = None) -> Tensor:
         """Return the norm of ``x``, to which ``added`` is added first, in place."""
@@ -313,84 +283,3 @@ class Decoding:
             table.scratch,
             torch.get_num_threads() if table.num_operations > _ALONE else 1,
         )
-
-
-# ── compilation ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@functools.cache
-def load(dtype: torch.dtype) -> Decoding | str:
-    """Return the functions for a dtype on this machine's CPU, or why there are none."""
-    if dtype not in _DTYPES:
-        return f"there are none for {dtype}"
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    if compiler is None:
-        return "there is no C compiler (CC, cc, gcc or clang)"
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-        name = version.decode(errors="replace").partition("\n")[0]
-        with _cache_directory() as directory:
-            path = _library(directory, compiler, name, _DTYPES[dtype])
-            try:
-                return Decoding(path, name, dtype)
-            except OSError:  # it was cut off, by a crash of the machine
-                path.unlink()
-                return Decoding(_library(directory, compiler, name, _DTYPES[dtype]), name, dtype)
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        return f"{compiler} cannot compile them: {error}"
-
-
-def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...]) -> Path:
-    """Return the compiled library, from ``directory`` if it is there."""
-    machine = [version, torch.__version__, platform.machine(), _cpu_features()]
-    depends = [SOURCE.read_text("utf-8"), *machine, repr((_FLAGS, _CHOICES)), *flags]
-    digest = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:32]
-    path = directory / f"decoding-{digest}.so"
-    if path.exists() and _is_ours(path):
-        return path
-    descriptor, made = tempfile.mkstemp(".so", dir=directory)
-    os.close(descriptor)
-    try:
-        said = ""
-        for choice in _CHOICES:
-            command = [compiler, *_FLAGS, *choice, *flags, "-o", made, str(SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
-            if done.returncode == 0:
-                os.chmod(made, 0o700)  # a linker may have made the file anew, by the user's mask
-                os.replace(made, path)
-                return path
-            said = (done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"])[-1]
-        raise OSError(said)
-    finally:
-        Path(made).unlink(missing_ok=True)
-
-
-def _cpu_features() -> str:
-    """Return what decides what ``-march=native`` means: a home may be shared by machines that differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-
-
-@contextlib.contextmanager
-def _cache_directory() -> Iterator[Path]:
-    """Yield a directory that only this user can write to, because what is in it will be run."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        directory = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "lorimer" / "kernels"
-        directory.mkdir(0o700, parents=True, exist_ok=True)
-        is_good = _is_ours(directory) and os.access(directory, os.W_OK)
-    except (OSError, RuntimeError):  # there is no home, or it cannot be written to
-        is_good = False
-    if is_good:
-        yield directory
-    else:
-        with tempfile.TemporaryDirectory(prefix="lorimer-kernels-") as temporary:
-            yield Path(temporary)
-
-
-def _is_ours(path: Path) -> bool:
-    status = path.stat()
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
