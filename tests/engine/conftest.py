@@ -6,6 +6,7 @@ Engines of this process find it as `auto`. Those in processes of their own stay 
 import pytest
 
 from lorimer.engine.model import device
+from lorimer.engine.native import rowwise
 from tests.engine.reference import DEVICE
 
 ONLY_ON_A_CPU = {
@@ -34,6 +35,15 @@ ONLY_ON_A_CPU = {
 if DEVICE.type != "cpu":
     choose = device._choose
     device._choose = lambda name, index: DEVICE.handle if name == "auto" else choose(name, index)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def rows(request, monkeypatch):
+    """Let torch compute what compiled functions would, as without a compiler or on other devices."""
+    if request.param == "torch":
+        if DEVICE.type != "cpu":
+            pytest.skip("there it does anyway")
+        monkeypatch.setattr(rowwise, "find", lambda *_: "a test has none")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,8 @@ import torch
 
 from lorimer.engine.model.attention import Joined, Shape, _PackedAttention, attend_rows, group_sequences
 
+pytestmark = pytest.mark.usefixtures("rows")
+
 H, K, D = 6, 3, 16
 
 

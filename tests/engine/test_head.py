@@ -8,6 +8,8 @@ from lorimer.engine.model.head import Head, Targets
 from lorimer.engine.training.batch import AdapterSlice
 from tests.engine.reference import make_adapter, on_device, open_pair
 
+pytestmark = pytest.mark.usefixtures("rows")
+
 ROWS = 50
 
 

@@ -8,6 +8,8 @@ from lorimer.engine.model.mlp import GatedForward, replace_gated_mlps
 from lorimer.engine.training.batch import AdapterSlice, Pass
 from tests.engine.reference import make_adapter, on_device, open_pair
 
+pytestmark = pytest.mark.usefixtures("rows")
+
 
 def mlp_of(model):
     return next(m for m in model.decoder.modules() if isinstance(m.__dict__.get("forward"), GatedForward))

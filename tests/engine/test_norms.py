@@ -7,6 +7,8 @@ from torch import nn
 from lorimer.engine.model.norms import FrozenRMSNorm, replace_norms
 from lorimer.models.debug import ARCHITECTURES, tiny_model
 
+pytestmark = pytest.mark.usefixtures("rows")
+
 
 def norms_of(model):
     return [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]

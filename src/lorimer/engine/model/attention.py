@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.model.device import upload
+from lorimer.engine.native.rowwise import Mask, Rowwise, functions_for
 
 QUERY_BLOCK = 128
 _MAX_SCORES = 1 << 20
@@ -329,26 +330,39 @@ def attend_rows(q: Tensor, k: Joined, v: Joined, first_position: int, shape: Sha
     """Attend from queries ``(B, G, R, D)`` at positions from ``first_position`` to keys from position 0."""
     batch, group, num_rows, _ = q.shape
     out = q.new_empty(batch, group, num_rows, v.own.shape[2])
+    functions = _functions_for(q, shape)
     for block in _blocks(num_rows, first_position, shape):
-        p, _, _ = _probabilities(q, k, block, shape)
-        values = v.combine(p.flatten(1, 2).to(v.own.dtype), block.keys)
+        if functions is None:
+            p = _probabilities(q, k, block, shape)[0].flatten(1, 2).to(v.own.dtype)
+        else:
+            p = k.multiply(_scaled(q, block, shape), block.keys)
+            functions.masked_softmax(p, block.mask(shape))
+        values = v.combine(p, block.keys)
         out[:, :, block.rows] = values.view(batch, group, -1, values.shape[2])
     return out
 
 
 def _backward_rows(q: Tensor, k: Joined, v: Joined, d_out: Tensor, shape: Shape) -> tuple[Tensor, Joined, Joined]:
     d_q, d_k, d_v = torch.empty_like(q), k.zeros_like(), v.zeros_like()
+    functions = _functions_for(q, shape)
     for block in _blocks(q.shape[2], k.num_past, shape):
-        p, scaled_q, capped = _probabilities(q, k, block, shape)
-        p, d_o = p.flatten(1, 2), d_out[:, :, block.rows].flatten(1, 2)
-        d_p = v.multiply(d_o, block.keys)
-        d_v.add_(p.to(d_o.dtype), d_o, block.keys)
-        d_s = torch._softmax_backward_data(d_p.float(), p, -1, torch.float32)
-        if shape.trained_sinks is not None and shape.trained_sinks.grad is not None:
-            _add_sink_gradient(shape.trained_sinks.grad, p, d_p, q.shape[1])
-        if shape.softcap is not None:
-            d_s *= 1 - (capped.flatten(1, 2) / shape.softcap).square_()
-        d_s = d_s.to(q.dtype)
+        d_o = d_out[:, :, block.rows].flatten(1, 2)
+        if functions is not None:
+            scaled_q = _scaled(q, block, shape)
+            p, d_s = k.multiply(scaled_q, block.keys), v.multiply(d_o, block.keys)
+            functions.masked_softmax_gradient(p, d_s, block.mask(shape))
+            d_v.add_(p, d_o, block.keys)
+        else:
+            p, scaled_q, capped = _probabilities(q, k, block, shape)
+            p = p.flatten(1, 2)
+            d_p = v.multiply(d_o, block.keys)
+            d_v.add_(p.to(d_o.dtype), d_o, block.keys)
+            d_s = torch._softmax_backward_data(d_p.float(), p, -1, torch.float32)
+            if shape.trained_sinks is not None and shape.trained_sinks.grad is not None:
+                _add_sink_gradient(shape.trained_sinks.grad, p, d_p, q.shape[1])
+            if shape.softcap is not None:
+                d_s *= 1 - (capped.flatten(1, 2) / shape.softcap).square_()
+            d_s = d_s.to(q.dtype)
         d_k.add_(d_s, scaled_q, block.keys)
         rows = k.combine(d_s, block.keys).mul_(shape.scale)
         d_q[:, :, block.rows] = rows.view(*q.shape[:2], -1, q.shape[3])
@@ -367,6 +381,9 @@ class _Block:
     keys: slice
     first_position: int
 
+    def mask(self, shape: Shape) -> Mask:
+        return Mask(self.rows.stop - self.rows.start, self.first_position - self.keys.start, shape.window)
+
 
 def _blocks(num_rows: int, first_position: int, shape: Shape) -> list[_Block]:
     """Yield blocks of query rows, each with the range of keys that at least one of its rows sees."""
@@ -378,10 +395,20 @@ def _blocks(num_rows: int, first_position: int, shape: Shape) -> list[_Block]:
     return blocks
 
 
+def _scaled(q: Tensor, block: _Block, shape: Shape) -> Tensor:
+    """Return scaled queries ``(B, G * rows, D)``."""
+    return (q[:, :, block.rows] * shape.scale).flatten(1, 2)
+
+
+def _functions_for(q: Tensor, shape: Shape) -> Rowwise | None:
+    """Return the compiled functions for scores, which know neither sinks nor a soft cap."""
+    return functions_for(q) if shape.softcap is None and shape.sinks is None else None
+
+
 def _probabilities(q: Tensor, k: Joined, block: _Block, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Return float32 probabilities ``(B, G, rows, keys)``, scaled queries ``(B, G * rows, D)`` and capped logits."""
     batch, group = q.shape[:2]
-    scaled_q = (q[:, :, block.rows] * shape.scale).flatten(1, 2)
+    scaled_q = _scaled(q, block, shape)
     scores = k.multiply(scaled_q, block.keys).float()
     scores = scores.view(batch, group, -1, scores.shape[-1])
     if shape.softcap is not None:

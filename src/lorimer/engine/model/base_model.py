@@ -45,7 +45,7 @@ from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
-from lorimer.engine.native import library
+from lorimer.engine.native import library, rowwise
 from lorimer.engine.native.decode import Decoding
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.sharding import ALONE, Shards
@@ -234,7 +234,8 @@ class BaseModel:
                     known[key] = refused if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
                 module.lorimer_kernel = known[key].kernel
         self.kernels = [f"attention{_describe_layers(*key)}: {choice}" for key, choice in known.items()]
-        self.kernels += [f"products of several adapters: {self.grouping}", self.describe_decoding()]
+        rows = rowwise.describe(self.device.type, self.device.dtype)
+        self.kernels += [f"products of several adapters: {self.grouping}", rows, self.describe_decoding()]
         """What was chosen when the model came to its device, and why nothing else, in one line each."""
 
     # ── sharding ──────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lorimer.engine.model.base_model import BaseModel
 from lorimer.engine.model.linear import Products, backpropagate, multiply_with_adapters, unscale_gradient
+from lorimer.engine.model.logit_map import LogitMap
+from lorimer.engine.native.rowwise import Rowwise, Sums, functions_for
 from lorimer.engine.training.batch import AdapterSlice
 
 CHUNK_BYTES = 32 << 20
@@ -49,14 +51,19 @@ class Head:
 
     def logits(self, x_NH: Tensor, slices: list[AdapterSlice]) -> Tensor:
         """Return float32 logits ``(N, V)`` as the model defines them, on a device that has float64."""
-        return self._device.with_float64(self._forward(x_NH, slices)[0])
+        raw_NV, _ = self._multiply(x_NH, slices)
+        return self._device.with_float64(self._map.apply_(raw_NV.float()))
 
     def logprobs(self, x_NH: Tensor, targets: Targets, adapter: AdapterSlice | None) -> Tensor:
         """Return the log probabilities ``(P,)`` of the targets."""
         logprobs_P = torch.empty(len(targets.ids_P), dtype=torch.float32, device=x_NH.device)
         for rows in self._chunks(len(x_NH)):
             mine, row, ids = targets.of(rows)
-            logprobs_P[mine] = self._forward(x_NH[rows], _whole(adapter, rows))[0].log_softmax(-1)[row, ids]
+            raw_NV, _ = self._multiply(x_NH[rows], _whole(adapter, rows))
+            if (functions := self._functions_for(raw_NV)) is not None:
+                logprobs_P[mine] = _chosen(raw_NV, functions.log_sums(raw_NV), row, ids)
+            else:
+                logprobs_P[mine] = self._map.apply_(raw_NV.float()).log_softmax(-1)[row, ids]
         return logprobs_P
 
     def backpropagate(
@@ -70,11 +77,18 @@ class Head:
         d_x_NH = torch.empty_like(x_NH)
         for rows in self._chunks(len(x_NH)):
             x, (mine, row, ids) = x_NH[rows], targets.of(rows)
-            logits_NV, products = self._forward(x, _whole(adapter, rows))
-            all_logprobs_NV = logits_NV.log_softmax(-1)
-            logprobs_P[mine] = all_logprobs_NV[row, ids]
-            d_logits_NV = _softmax_gradient(all_logprobs_NV, row, ids, gradient(mine, logprobs_P[mine]))
-            d_raw_NV = self._map.backpropagate_(d_logits_NV, logits_NV).to(x.dtype)
+            raw_NV, products = self._multiply(x, _whole(adapter, rows))
+            if (functions := self._functions_for(raw_NV)) is not None:
+                sums, firsts = functions.log_sums(raw_NV), targets.firsts[rows.start : rows.stop + 1]
+                logprobs_P[mine] = _chosen(raw_NV, sums, row, ids)
+                functions.log_softmax_gradient(raw_NV, sums, firsts, ids, gradient(mine, logprobs_P[mine]))
+                d_raw_NV = raw_NV
+            else:
+                logits_NV = self._map.apply_(raw_NV.float())
+                all_logprobs_NV = logits_NV.log_softmax(-1)
+                logprobs_P[mine] = all_logprobs_NV[row, ids]
+                d_logits_NV = _softmax_gradient(all_logprobs_NV, row, ids, gradient(mine, logprobs_P[mine]))
+                d_raw_NV = self._map.backpropagate_(d_logits_NV, logits_NV).to(x.dtype)
             d_raw_NV = unscale_gradient(d_raw_NV, products, is_owned=True)
             with torch.no_grad():
                 d_x_NH[rows] = self._matrix.multiply_transposed(d_raw_NV)
@@ -83,9 +97,13 @@ class Head:
         return logprobs_P, d_x_NH
 
     @torch.no_grad()
-    def _forward(self, x: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, Products]:
-        raw, products = multiply_with_adapters(x, self._matrix, self._targets, slices)
-        return self._map.apply_(raw.float()), products
+    def _multiply(self, x: Tensor, slices: list[AdapterSlice]) -> tuple[Tensor, Products]:
+        return multiply_with_adapters(x, self._matrix, self._targets, slices)
+
+    def _functions_for(self, raw: Tensor) -> Rowwise | None:
+        """Return the compiled functions for logits, which are those of the product itself."""
+        functions = functions_for(raw) if self._map == LogitMap() else None
+        return functions if functions is not None and functions.accepts(raw) else None
 
     def _chunks(self, num_rows: int) -> Iterator[slice]:
         # Equal chunks: a short last one would waste its matrix product.
@@ -99,6 +117,12 @@ def _whole(adapter: AdapterSlice | None, rows: slice) -> list[AdapterSlice]:
     if adapter is None:
         return []
     return [replace(adapter, start=0, stop=rows.stop - rows.start)]
+
+
+def _chosen(logits_NV: Tensor, sums: Sums, row: Tensor, ids: Tensor) -> Tensor:
+    """Return the log probabilities of targets."""
+    largest_N, logs_N = sums
+    return logits_NV[row, ids].float().sub_(largest_N[row]).sub_(logs_N[row])
 
 
 def _softmax_gradient(logprobs_NV: Tensor, row: Tensor, ids: Tensor, d_logprobs: Tensor) -> Tensor:

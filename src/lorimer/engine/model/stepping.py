@@ -9,14 +9,13 @@ Legend: N rows, one token of a sequence each; H query heads, K key/value heads, 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.model.mlp import is_silu
 from lorimer.engine.model.norms import FrozenRMSNorm
 from lorimer.engine.native.decode import Decoding, LayerAttention
 from lorimer.engine.native.library import LANES
@@ -169,7 +168,8 @@ class _Parts:
         if self._after_attention is not None:
             y = self._after_attention(y)
         if self._native is not None and self._norm_of_sum is not None:
-            x_N, y = y, self._native.normalise(self._norm_of_sum, y, x_N)
+            norm = self._norm_of_sum
+            x_N, y = y, self._native.normalise(norm.weight, norm.eps, y, x_N)
         else:
             x_N = y.add_(x_N)
             y = x_N if self._before_mlp is None else self._before_mlp(x_N)
@@ -213,7 +213,7 @@ def _norm(parent: Any, name: str, native: Decoding | None = None) -> Norm | None
     if norm is None:
         return None
     if native is not None and (found := _native_norm(parent, name)) is not None:
-        return partial(native.normalise, found)
+        return lambda x: native.normalise(found.weight, found.eps, x)
     forward: Norm = norm.forward
     return forward
 
@@ -242,8 +242,4 @@ def _gated(mlp: Any, native: Decoding | None) -> Callable[[Tensor, list[AdapterS
         assert native is not None
         return down(native.gate(gate_up(x, slices)), slices)
 
-    return run_native if native is not None and _is_silu(act) and inner % LANES == 0 else run
-
-
-def _is_silu(act: Any) -> bool:
-    return act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation")
+    return run_native if native is not None and is_silu(act) and inner % LANES == 0 else run

@@ -1,4 +1,4 @@
-/* What a decoder layer does between its products when it decodes: norms, rotation, attention, gated activation.
+/* What a decoder layer does when it decodes, besides what `rowwise.c` has: attention and the products of adapters.
  *
  * Each function does in one call what takes torch ten small ones, for one dtype, which is chosen at compilation. Where
  * torch rounds to that dtype these functions round too, so that a token has the log probability that training gives it.
@@ -8,44 +8,6 @@
  */
 
 #include "numbers.h"
-
-/* ── norm and activation ─────────────────────────────────────────────────────────────────────────── */
-
-/* out = norm(x) of one row, with a weight of either type. */
-INLINE void normalise(const Number *x, const Number *weight, const float *wide, float eps, int64_t size, Number *out) {
-    Vector squares = {0};
-    for (int64_t i = 0; i < size; i += LANES) {
-        Vector part = load(x + i);
-        squares += part * part;
-    }
-    float inverse = 1.0f / sqrtf(sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += LANES) {
-        Vector factor = wide ? load_wide(wide + i) : load(weight + i);
-        store(out + i, load(x + i) * all(inverse) * factor);
-    }
-}
-
-/* Add `added` (NH), if there is one, to `x` (NH), and write the norm of the result to `out`. */
-void add_and_normalise(Number *x, const Number *added, const Number *weight, const float *wide, float eps,
-                       int64_t num_rows, int64_t size, Number *out) {
-    for (int64_t row = 0; row < num_rows; row++, x += size, out += size) {
-        if (added) {
-            for (int64_t i = 0; i < size; i += LANES) store(x + i, load(added + i) + load(x + i));
-            added += size;
-        }
-        normalise(x, weight, wide, eps, size, out);
-    }
-}
-
-/* out = silu(gate) * up, where a row of `both` is the gate's `size` numbers, then those of up. */
-void gate_with_silu(const Number *both, int64_t num_rows, int64_t size, Number *out) {
-    for (int64_t row = 0; row < num_rows; row++, both += 2 * size, out += size)
-        for (int64_t i = 0; i < size; i += LANES) {
-            Vector gate = load(both + i);
-            Vector acted = gate / (all(1.0f) + exponential(-gate));
-            store(out + i, rounded(acted) * load(both + size + i));
-        }
-}
 
 /* ── attention ───────────────────────────────────────────────────────────────────────────────────── */
 

@@ -1,8 +1,8 @@
-"""The functions of ``decode.c``: what a decoder layer does between its products when it decodes.
+"""The functions of ``decode.c``: attention and the products of adapters in decoding.
 
 ``model/stepping.py`` and ``model/linear.py`` call them. A model uses those that gave its layers' results on a probe.
 
-Legend: N rows, H hidden size, Q query heads, K key/value heads, D head size, C capacity of the slab, I inner size.
+Legend: N rows, Q query heads, K key/value heads, D head size, C capacity of the slab, I inner size.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lorimer.engine.model.attention import Shape
 from lorimer.engine.native.library import INT, LANES, POINTER, Library
+from lorimer.engine.native.rowwise import Rowwise, declare
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 MAX_GROUP = 32
@@ -191,49 +192,15 @@ class PairTable:
         self.pairs, self.tasks, self.scratch = self._rows.ctypes.data, self._tasks.ctypes.data, self._scratch.data_ptr()
 
 
-class Decoding:
+class Decoding(Rowwise):
     """The compiled functions for one dtype."""
 
     def __init__(self, library: Library) -> None:
+        super().__init__(library)
         functions = library.functions
-        self.accepts, self._address, self.compiler = library.accepts, library.address, library.compiler
-        self._normalise, self._gate, self._attend = (
-            functions.add_and_normalise,
-            functions.gate_with_silu,
-            functions.attend,
-        )
-        self._add_pairs = functions.add_pairs
-        self._normalise.argtypes = [POINTER] * 4 + [ctypes.c_float, INT, INT, POINTER]
-        self._gate.argtypes = [POINTER, INT, INT, POINTER]
-        self._attend.argtypes = [POINTER] * 9
-        self._add_pairs.argtypes = [POINTER, POINTER, INT, INT, POINTER, INT, POINTER, INT, POINTER, INT]
-        for function in (self._normalise, self._gate, self._attend, self._add_pairs):
-            function.restype = None
-
-    def normalise(self, norm: Norm, x_NH: Tensor, added_NH: Tensor | None = None) -> Tensor:
-        """Return the norm of ``x``, to which ``added`` is added first, in place."""
-        weight = norm.weight
-        size, is_wide = len(weight), weight.dtype == torch.float32
-        x, added = self._address(x_NH, size), None if added_NH is None else self._address(added_NH, size)
-        out = torch.empty_like(x_NH)
-        self._normalise(
-            x,
-            added,
-            None if is_wide else weight.data_ptr(),
-            weight.data_ptr() if is_wide else None,
-            norm.eps,
-            x_NH.shape[0],
-            size,
-            out.data_ptr(),
-        )
-        return out
-
-    def gate(self, both_N2I: Tensor) -> Tensor:
-        """Return ``silu(gate) * up`` of rows that have the gate first."""
-        num_rows, size = both_N2I.shape[0], both_N2I.shape[1] // 2
-        out = both_N2I.new_empty(num_rows, size)
-        self._gate(self._address(both_N2I, 2 * size), num_rows, size, out.data_ptr())
-        return out
+        self._attend = declare(functions.attend, *9 * [POINTER])
+        pairs = [POINTER, POINTER, INT, INT, POINTER, INT, POINTER, INT, POINTER, INT]
+        self._add_pairs = declare(functions.add_pairs, *pairs)
 
     def attend(
         self,

@@ -1,4 +1,5 @@
-/* Vectors of numbers for the compiled functions: loads, stores and rounding of one dtype, sums, the exponential. */
+/* Vectors of numbers for the compiled functions: loads, stores and rounding of one dtype, sums, the exponential, and the
+ * norm of a row. */
 
 #pragma once
 #include <math.h>
@@ -8,8 +9,15 @@
 #include <omp.h>
 #endif
 
+/* For other CPUs the compiler finds the instructions; on x86 it finds slower ones. */
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
+#define X86(name, ...) (Vector)_mm512_##name(__VA_ARGS__)
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define LANES 8
+#define X86(name, ...) (Vector)_mm256_##name(__VA_ARGS__)
 #else
 #define LANES 8
 #endif
@@ -35,18 +43,36 @@ INLINE Bits round_bits(Vector x) {
     return (rounded & ~is_nan) | (0x7fc0 & is_nan);
 }
 
+INLINE Vector widen(Halves halves) {
+#if defined(__AVX512F__)
+    return (Vector)((Bits)_mm512_cvtepu16_epi32((__m256i)halves) << 16);
+#elif defined(__AVX2__)
+    return (Vector)((Bits)_mm256_cvtepu16_epi32((__m128i)halves) << 16);
+#else
+    return (Vector)(__builtin_convertvector(halves, Bits) << 16);
+#endif
+}
+
+INLINE Halves narrow(Vector x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return __builtin_convertvector(round_bits(x), Halves);
+#endif
+}
+
 INLINE Vector load(const Number *from) {
     Halves halves;
     memcpy(&halves, from, sizeof halves);
-    return (Vector)(__builtin_convertvector(halves, Bits) << 16);
+    return widen(halves);
 }
 
 INLINE void store(Number *to, Vector x) {
-    Halves halves = __builtin_convertvector(round_bits(x), Halves);
+    Halves halves = narrow(x);
     memcpy(to, &halves, sizeof halves);
 }
 
-INLINE Vector rounded(Vector x) { return (Vector)(round_bits(x) << 16); }
+INLINE Vector rounded(Vector x) { return widen(narrow(x)); }
 
 INLINE float round_one(float x) {
     uint32_t bits;
@@ -79,14 +105,55 @@ INLINE void store_wide(float *to, Vector x) { memcpy(to, &x, sizeof x); }
 
 INLINE Vector all(float x) { return x - (Vector){0}; }
 
+/* The second where one is not a number. */
 INLINE Vector larger(Vector a, Vector b) {
+#ifdef X86
+    return X86(max_ps, a, b);
+#else
     Bits is_larger = (Bits)(a > b);
     return (Vector)(((Bits)a & is_larger) | ((Bits)b & ~is_larger));
+#endif
 }
 
 INLINE Vector smaller(Vector a, Vector b) {
+#ifdef X86
+    return X86(min_ps, a, b);
+#else
     Bits is_smaller = (Bits)(a < b);
     return (Vector)(((Bits)a & is_smaller) | ((Bits)b & ~is_smaller));
+#endif
+}
+
+/* Load `num` numbers, fewer than LANES, and fill what is left. */
+INLINE Vector load_few(const Number *from, int64_t num, float fill) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    __mmask16 is_loaded = (__mmask16)((1u << num) - 1);
+#ifdef BFLOAT16
+    Vector x = widen((Halves)_mm256_maskz_loadu_epi16(is_loaded, from));
+#else
+    Vector x = X86(maskz_loadu_ps, is_loaded, from);
+#endif
+    return X86(mask_blend_ps, is_loaded, (__m512)all(fill), (__m512)x);
+#else
+    Number numbers[LANES] = {0};
+    memcpy(numbers, from, num * sizeof(Number));
+    Vector x = load(numbers);
+    for (int64_t i = num; i < LANES; i++) x[i] = fill;
+    return x;
+#endif
+}
+
+/* Store the first `num` numbers, fewer than LANES. */
+INLINE void store_few(Number *to, Vector x, int64_t num) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(BFLOAT16)
+    _mm256_mask_storeu_epi16(to, (__mmask16)((1u << num) - 1), (__m256i)narrow(x));
+#elif defined(__AVX512F__) && !defined(BFLOAT16)
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << num) - 1), (__m512)x);
+#else
+    Number numbers[LANES];
+    store(numbers, x);
+    memcpy(to, numbers, num * sizeof(Number));
+#endif
 }
 
 typedef float Four __attribute__((vector_size(16)));
@@ -131,4 +198,22 @@ INLINE Vector exponential(Vector x) {
     p = p * r * r + r + all(1.0f);
     Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
     return p * (Vector)exponent;
+}
+
+INLINE float inverse_rms(const Number *x, float eps, int64_t size) {
+    Vector squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        Vector part = load(x + i);
+        squares += part * part;
+    }
+    return 1.0f / sqrtf(sum(squares) / (float)size + eps);
+}
+
+/* out = norm(x) of one row, with a weight of either type. */
+INLINE void normalise(const Number *x, const Number *weight, const float *wide, float eps, int64_t size, Number *out) {
+    float inverse = inverse_rms(x, eps, size);
+    for (int64_t i = 0; i < size; i += LANES) {
+        Vector factor = wide ? load_wide(wide + i) : load(weight + i);
+        store(out + i, load(x + i) * all(inverse) * factor);
+    }
 }
