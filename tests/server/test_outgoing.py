@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lorimer import types
-from lorimer.engine.model import native
+from lorimer.engine.native import library
 from lorimer.models.debug import make_debug_model
 from tests.server.processes import Process, eventually, is_connected, is_well, statuses
 from tests.server.routes.conftest import MODEL, Client, datum, sample_body
@@ -129,7 +129,7 @@ def check_outbound(asked: list[list]) -> None:
     assert all(isinstance(words, list) for words in programs), programs
     engine, *others = programs
     assert {"lorimer.engine", "lorimer.engine.forker"} & set(engine)
-    assert all(words[1:] == ["--version"] or str(native.SOURCE) in words for words in others), others
+    assert all(words[1:] == ["--version"] or str(library.FOLDER / "decode.c") in words for words in others), others
     for event, *what in asked:
         if event in ("socket.connect", "socket.sendto"):
             family, address = what
