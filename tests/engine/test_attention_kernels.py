@@ -133,7 +133,7 @@ def test_an_engine_says_what_it_has_chosen():
     assert len(attention) == 2 and all(line.endswith(f"a soft cap: {refused}") for line in attention), attention
     assert sum("a window of" in line for line in attention) == 1
     assert products == f"products of several adapters: one by one (grouped ones are not taken on '{DEVICE.type}')"
-    assert rows.startswith("norms, gates and softmax: ") and decoding == model.describe_decoding()
+    assert rows.startswith("norms, gates, softmax and drawing: ") and decoding == model.describe_decoding()
 
 
 def test_time_is_measured():

@@ -1,15 +1,27 @@
 """Draws, truncation and seeds on distributions small enough to know the answer."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
-from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.native.rowwise import find
+from lorimer.engine.sampling.drawing import (
+    DrawRules,
+    Rule,
+    best,
+    choose,
+    derive_seed,
+    draw,
+    scaled_logprobs,
+    uniforms,
+)
 
 
 def drawn(probabilities, numbers, temperature=1.0, top_k=-1, top_p=1.0):
     logprobs = torch.tensor([probabilities] * len(numbers)).log()
-    rules = DrawRules.of([(temperature, top_k, top_p)] * len(numbers), logprobs.device)
+    rules = DrawRules.of([Rule(temperature, top_k, top_p)] * len(numbers), logprobs.device)
     return draw(logprobs, rules, np.array(numbers)).tolist()
 
 
@@ -52,7 +64,7 @@ def test_rows_are_truncated_each_by_its_own_rule(monkeypatch):
             size = int((kept.cumsum(0) < top_p * kept.sum()).sum()) + 1
             cut = torch.zeros(40)
             cut[order.indices[: min(size, len(kept))]] = order.values[: min(size, len(kept))]
-            alone = draw(cut.log()[None], DrawRules.of([(1.0, -1, 1.0)], torch.device("cpu")), np.array([number]))
+            alone = draw(cut.log()[None], DrawRules.of([Rule(1.0, -1, 1.0)], torch.device("cpu")), np.array([number]))
             assert found[row] == alone[0]
 
 
@@ -62,13 +74,13 @@ def test_temperature_zero_takes_the_largest_whatever_the_number():
 
 def test_scaling_by_temperature():
     logits = torch.tensor([[1.0, 2.0, 4.0]] * 3)
-    scaled = scaled_logprobs(logits.clone(), DrawRules.of([(t, -1, 1.0) for t in (1.0, 0.5, 0.0)], logits.device))
+    scaled = scaled_logprobs(logits.clone(), DrawRules.of([Rule(t, -1, 1.0) for t in (1.0, 0.5, 0.0)], logits.device))
     for row, divisor in enumerate((1.0, 0.5, 1.0)):
         assert torch.allclose(scaled[row], (logits[row] / divisor).log_softmax(-1), atol=1e-6)
 
 
 def test_a_vanishing_temperature_stays_finite_where_it_matters():
-    rules = DrawRules.of([(1e-40, -1, 1.0)], torch.device("cpu"))
+    rules = DrawRules.of([Rule(1e-40, -1, 1.0)], torch.device("cpu"))
     scaled = scaled_logprobs(torch.tensor([[1.0, 2.0]]), rules)
     assert scaled[0, 1] == 0
 
@@ -95,3 +107,23 @@ def test_best_tokens_come_in_order():
     tokens, values = best(torch.tensor([[0.1, 0.5, 0.4]]).log(), 2)
     assert tokens.tolist() == [[1, 2]]
     assert values.exp().tolist() == [pytest.approx([0.5, 0.4])]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("k", [0, 3])
+def test_compiled_functions_draw_what_torch_draws_and_each_row_by_its_own_rule(k):
+    native = find("cpu", torch.float32)
+    assert not isinstance(native, str), native
+    logits = 3 * torch.randn(8, 600, generator=torch.Generator().manual_seed(0))
+    rules = [Rule(*rule) for rule in [(1, -1, 1), (0, -1, 1), (0.7, 5, 1), (1, -1, 0.5), (2, 0, 1), (0.5, -1, 1)] * 2][
+        :8
+    ]
+    numbers = uniforms(list(range(8)), [0] * 8)
+    mixed = choose(logits.clone(), rules, numbers, k, native)
+    expected = choose(logits.clone(), rules, numbers, k, None)
+    assert torch.equal(mixed[0], expected[0])
+    for found, wanted in zip(mixed[1:], expected[1:], strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
+    for i in range(8):
+        alone = choose(logits[i : i + 1].clone(), rules[i : i + 1], numbers[i : i + 1], k, native)
+        assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(alone, mixed, strict=True))

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,35 @@ def test_softmax_of_attention(dtype, seed, batch, cycle, first, window, scale):
     assert bool(((d_p - d_scores).abs() <= allowed + 4e-6 * p * terms.amax()).all())
 
 
+@MANY
+@given(
+    SEEDS, st.integers(1, 6), st.integers(1, 700), SCALES, st.sampled_from([0.5, 1.0, 3.0]), st.floats(0, 1 - 2**-53)
+)
+def test_draws(seed, num_rows, size, scale, temperature, number):
+    logits = random(seed, num_rows, size, dtype=torch.float32, scale=scale)
+    is_hidden = random(seed + 1, num_rows, size, dtype=torch.float32) > 0.5
+    is_hidden[:, seed % size] = False
+    logits[is_hidden] = float("-inf")
+    temperatures, numbers = torch.full((num_rows,), temperature), np.full(num_rows, number)
+    tokens, logprobs = functions(torch.bfloat16).draw(logits, temperatures, numbers)
+    expected = (logits.double() / temperature).log_softmax(-1)
+    chosen = expected.gather(1, tokens[:, None])[:, 0]
+    assert bool(chosen.isfinite().all()), "what has no weight is never drawn"
+    assert torch.allclose(logprobs.double(), chosen, atol=1e-5, rtol=1e-5)
+    after = expected.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    assert bool(((after - chosen.exp() - 1e-6 <= number) & (number <= after + 1e-6)).all())
+    alone = functions(torch.float32).draw(logits[-1:], temperatures[-1:], numbers[-1:])
+    assert int(alone[0]) == int(tokens[-1]) and torch.equal(alone[1], logprobs[-1:])
+
+
+def test_draws_have_the_frequencies_of_their_probabilities():
+    logits = torch.tensor([0.0, 2.0, -1.0, 0.5]).repeat(2, 1)
+    numbers = (np.arange(4000) + 0.5) / 4000
+    drawn = [functions(torch.float32).draw(logits[:1], torch.ones(1), numbers[i : i + 1])[0] for i in range(4000)]
+    found = torch.cat(drawn).bincount(minlength=4) / 4000
+    assert torch.allclose(found, logits[0].softmax(-1), atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_not_finite_stay_so_in_their_row(dtype):
     bad = [False, True, False]
@@ -141,6 +171,8 @@ def test_numbers_that_are_not_finite_stay_so_in_their_row(dtype):
         d_x, _ = found.normalise_gradient(ones, 1e-6, x, torch.ones_like(x), is_trained=False)
         for rows in (found.normalise(ones, 1e-6, x), sums[1][:, None], probabilities[0], d_x):
             assert (~rows.isfinite()).any(1).tolist() == bad
+        _, logprobs = found.draw(x.float(), torch.ones(3), np.full(3, 0.5))
+        assert (~logprobs.isfinite()).tolist() == bad
         gate = found.gate_apart(x, torch.ones_like(x))
         assert (~gate.isfinite()).any(1).tolist() == bad
 
@@ -169,7 +201,7 @@ def test_a_mask_that_sees_more_keys_than_there_are_is_refused():
 def test_functions_that_compute_something_else_are_not_used(monkeypatch):
     """A compiler may be wrong: each function is compared with torch before the first use."""
     rowwise.find.cache_clear()
-    names = ["normalise", "normalise_gradient", "gate", "gate_gradient", "log_sums", "log_softmax_gradient"]
+    names = ["normalise", "normalise_gradient", "gate", "gate_gradient", "log_sums", "log_softmax_gradient", "draw"]
     try:
         assert functions_for(torch.empty(0)) is not None
         for name in [*names, "masked_softmax", "masked_softmax_gradient"]:

@@ -151,6 +151,62 @@ void log_softmax_gradient(Number *x, int64_t num_rows, int64_t size, int64_t num
     }
 }
 
+/* Weights that are added up together before the token among them is looked for. */
+#define BLOCK 256
+
+/* e^x, and 0 where that is less than float32 has. */
+INLINE Vector weight_of(Vector x) {
+    Bits is_zero = (Bits)(x < all(-87.33f)); /* in this order NaN stays NaN */
+    return (Vector)((Bits)exponential(x) & ~is_zero);
+}
+
+/* The scaled distances of the `num` logits at `from` to the largest. */
+INLINE Vector distances(const float *from, int64_t num, float largest, float temperature) {
+    float few[LANES];
+    if (num < LANES) {
+        for (int64_t i = 0; i < LANES; i++) few[i] = i < num ? from[i] : -INFINITY;
+        from = few;
+    }
+    Vector x = load_wide(from) - all(largest);
+    return temperature == 1 ? x : x / all(temperature);
+}
+
+/* Draw a token for each row of logits (NV): the first whose cumulative weight exceeds `numbers[row]` of the total. */
+void draw(const float *logits, int64_t num_rows, int64_t size, int64_t num_threads, const float *temperatures,
+          const double *numbers, int64_t *tokens, float *logprobs) {
+    int64_t num_blocks = (size + BLOCK - 1) / BLOCK;
+    PARALLEL_ROWS
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *x = logits + row * size;
+        float largest = -INFINITY, temperature = temperatures[row];
+        Vector most = all(-INFINITY);
+        for (int64_t i = 0; i + LANES <= size; i += LANES) most = larger(load_wide(x + i), most);
+        for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+        for (int64_t i = size & -LANES; i < size; i++) largest = x[i] > largest ? x[i] : largest;
+        double cumulative[num_blocks], total = 0;
+        for (int64_t b = 0; b < num_blocks; b++) {
+            int64_t last = (b + 1) * BLOCK < size ? (b + 1) * BLOCK : size;
+            Vector weights = {0};
+            for (int64_t i = b * BLOCK; i < last; i += LANES)
+                weights += weight_of(distances(x + i, last - i, largest, temperature));
+            cumulative[b] = total += sum(weights);
+        }
+        double point = numbers[row] * total;
+        int64_t block = 0;
+        while (block < num_blocks - 1 && !(cumulative[block] > point)) block++;
+        double before = block ? cumulative[block - 1] : 0;
+        int64_t first = block * BLOCK, last = first + BLOCK < size ? first + BLOCK : size, token = first;
+        for (int64_t i = first; i < last && !(before > point); i++) {
+            float weight = weight_of(distances(x + i, 1, largest, temperature))[0];
+            before += weight;
+            /* Rounding may point behind the last weight of the block: the last token that has one is meant. */
+            if (weight > 0) token = i;
+        }
+        tokens[row] = token;
+        logprobs[row] = distances(x + token, 1, largest, temperature)[0] - (float)log(total);
+    }
+}
+
 /* The keys that each row of scores sees: rows of `cycle` successive queries, the first of which sees keys up to `first`,
  * each those within its window. */
 typedef struct {

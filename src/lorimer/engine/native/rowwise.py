@@ -58,6 +58,7 @@ class Rowwise:
         self._gate_gradient = declare(functions.gate_gradient, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
         self._log_sums = declare(functions.log_sums, POINTER, INT, INT, INT, POINTER, POINTER)
         self._log_softmax_gradient = declare(functions.log_softmax_gradient, POINTER, INT, INT, INT, *6 * [POINTER])
+        self._draw = declare(functions.draw, POINTER, INT, INT, INT, *4 * [POINTER])
         self._masked_softmax = declare(functions.masked_softmax, POINTER, POINTER)
         self._masked_softmax_gradient = declare(functions.masked_softmax_gradient, POINTER, POINTER, POINTER)
 
@@ -146,6 +147,25 @@ class Rowwise:
         logits, num_threads = self._address(logits_NV, size), _num_threads(logits_NV)
         self._log_softmax_gradient(logits, num_rows, size, num_threads, largest, logs, firsts.ctypes.data, *addresses)
 
+    def draw(self, logits_NV: Tensor, temperatures_N: Tensor, numbers_N: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Draw a token for each row of float32 logits, by a number in [0, 1); return tokens and log probabilities."""
+        num_rows, size = logits_NV.shape
+        logits_NV, numbers_N = logits_NV.contiguous(), np.ascontiguousarray(numbers_N, np.float64)
+        tokens_N, logprobs_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
+        if logits_NV.dtype != torch.float32 or temperatures_N.dtype != torch.float32 or not num_rows == len(numbers_N):
+            raise ValueError(f"cannot draw from {logits_NV.dtype}, {tuple(logits_NV.shape)}")
+        self._draw(
+            logits_NV.data_ptr(),
+            num_rows,
+            size,
+            _num_threads(logits_NV),
+            temperatures_N.data_ptr(),
+            numbers_N.ctypes.data,
+            tokens_N.data_ptr(),
+            logprobs_N.data_ptr(),
+        )
+        return tokens_N, logprobs_N
+
     def masked_softmax(self, scores: Tensor, mask: Mask) -> None:
         """Turn ``scores (B, rows, keys)`` into probabilities, in place."""
         found, _scratch = _mask_of(scores, mask)
@@ -202,7 +222,7 @@ def describe(device_type: str, dtype: torch.dtype) -> str:
     """Return what computes rows, compiled functions or torch, and why."""
     found = find(device_type, dtype)
     by = f"torch ({found})" if isinstance(found, str) else f"compiled by {found.compiler}"
-    return f"norms, gates and softmax: {by}"
+    return f"norms, gates, softmax and drawing: {by}"
 
 
 def _are_right(functions: Rowwise, dtype: torch.dtype) -> Iterator[bool]:
@@ -244,6 +264,15 @@ def _are_right(functions: Rowwise, dtype: torch.dtype) -> Iterator[bool]:
     yield is_close(logits.float() - (sums[0] + sums[1])[:, None], logprobs)
     functions.log_softmax_gradient(logits, sums, firsts, ids, d_logprobs)
     yield is_close(logits, d_logits)
+
+    wide, numbers = probe(4, 600).float(), np.array([0.0, 0.3, 0.9, 1 - 2**-53])
+    wide[0, :300] = -math.inf
+    temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0])
+    scaled = (wide.double() / temperatures[:, None]).log_softmax(-1)
+    tokens, found_logprobs = functions.draw(wide, temperatures, numbers)
+    expected = torch.searchsorted(scaled.exp().cumsum(-1), torch.from_numpy(numbers)[:, None], right=True)
+    yield bool(((tokens[:, None] - expected).abs() <= 1).all()) and int(tokens[0]) == 300
+    yield is_close(found_logprobs, scaled.gather(1, tokens[:, None])[:, 0])
 
     key, query = torch.arange(37), torch.arange(30, 35)[:, None]
     for window in (None, 20):

@@ -7,18 +7,37 @@ top-p cut it, so that they can be compared with the trainer's; a greedy draw (te
 Legend: N rows, V vocabulary, K draws or best tokens of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lorimer.engine.model.device import upload
+from lorimer.engine.native.rowwise import Rowwise
 
 _BLOCK = 256
 _MAX_SORTED = 1 << 22
 """Maximum probabilities sorted together, which bounds memory."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Rule(NamedTuple):
+    """How a row is drawn."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class DrawRules:
     """``(M, 1)``"""
 
     @classmethod
-    def of(cls, rules: list[tuple[float, int, float]], device: torch.device) -> "DrawRules":
+    def of(cls, rules: Sequence[Rule], device: torch.device) -> "DrawRules":
         kinds = (np.float32, np.int64, np.float64)
         temperatures, top_ks, top_ps = (
             np.array(values, kind) for values, kind in zip(zip(*rules, strict=True), kinds, strict=True)
@@ -79,6 +98,33 @@ def scaled_logprobs(logits_NV: Tensor, rules: DrawRules) -> Tensor:
         # A tiny temperature may overflow the division; the largest logit then takes everything.
         logits_NV = logits_NV.sub_(logits_NV.amax(-1, keepdim=True)).div_(divisors[:, None])
     return logits_NV.log_softmax(-1)
+
+
+def choose(logits_NV: Tensor, rules: list[Rule], numbers_N: np.ndarray, k: int, native: Rowwise | None) -> list[Tensor]:
+    """Draw one token for each row, which overwrites logits.
+
+    Return tokens and their log probabilities, and with ``k`` the ``k`` most likely tokens and theirs. Compiled
+    functions draw the rows that are neither cut nor greedy: which one draws a row depends on its own rule alone.
+    """
+    others = [i for i, rule in enumerate(rules) if native is None or rule.is_greedy or rule.cuts]
+    if native is None or len(others) == len(rules):
+        return _choose_by_torch(logits_NV, rules, numbers_N, k)
+    temperatures = np.array([rule.temperature or 1 for rule in rules], np.float32)
+    tokens_N, chosen_N = native.draw(logits_NV, torch.from_numpy(temperatures), numbers_N)
+    if others:
+        tokens_N[others], chosen_N[others] = _choose_by_torch(
+            logits_NV[others], [rules[i] for i in others], numbers_N[others], 0
+        )
+    tops = best(scaled_logprobs(logits_NV, DrawRules.of(rules, logits_NV.device)), k) if k else ()
+    return [tokens_N, chosen_N, *tops]
+
+
+def _choose_by_torch(logits_NV: Tensor, rules: list[Rule], numbers_N: np.ndarray, k: int) -> list[Tensor]:
+    on_device = DrawRules.of(rules, logits_NV.device)
+    logprobs_NV = scaled_logprobs(logits_NV, on_device)
+    tokens_N = draw(logprobs_NV, on_device, numbers_N)
+    tops = best(logprobs_NV, k) if k else ()
+    return [tokens_N, logprobs_NV.gather(1, tokens_N[:, None])[:, 0], *tops]
 
 
 def draw(logprobs_NV: Tensor, rules: DrawRules, numbers_N: np.ndarray) -> Tensor:

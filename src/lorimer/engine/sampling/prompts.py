@@ -14,7 +14,7 @@ from torch import Tensor
 from lorimer.engine.messages import SampleRequest, TopkLogprobs
 from lorimer.engine.model.device import download, upload
 from lorimer.engine.model.head import Head
-from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.sampling.drawing import DrawRules, Rule, best, derive_seed, draw, scaled_logprobs, uniforms
 from lorimer.engine.training.batch import AdapterSlice
 
 _ROWS = 64
@@ -89,7 +89,8 @@ class PromptScores:
     def _draw(self, logits_NV: Tensor, positions: np.ndarray) -> list[Tensor]:
         message = self._message
         params = message.params
-        rules = DrawRules.of([(params.temperature, params.top_k, params.top_p)] * len(positions), logits_NV.device)
+        rule = Rule(params.temperature, params.top_k, params.top_p)
+        rules = DrawRules.of([rule] * len(positions), logits_NV.device)
         logprobs_NV = scaled_logprobs(logits_NV, rules)
         drawn = []
         for k in range(message.prompt_alt_tokens_k):

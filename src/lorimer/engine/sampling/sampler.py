@@ -31,7 +31,7 @@ from lorimer.engine.model.head import Head
 from lorimer.engine.model.linear import CompiledSlices
 from lorimer.engine.model.vision import Placement, SequenceImages
 from lorimer.engine.sampling.constraints import Constraint, Grammars, mask_
-from lorimer.engine.sampling.drawing import DrawRules, best, derive_seed, draw, scaled_logprobs, uniforms
+from lorimer.engine.sampling.drawing import Rule, choose, derive_seed, uniforms
 from lorimer.engine.sampling.kv_cache import (
     DecodeAttention,
     PrefillAttention,
@@ -98,9 +98,9 @@ class Sequence:
         return len(self.request.message.prompt) + len(self.tokens) - 1 + (images.shift if images else 0)
 
     @property
-    def rule(self) -> tuple[float, int, float]:
+    def rule(self) -> Rule:
         params = self.request.message.params
-        return params.temperature, params.top_k, params.top_p
+        return Rule(params.temperature, params.top_k, params.top_p)
 
 
 @dataclass(eq=False)
@@ -458,14 +458,11 @@ class Sampler:
                 except Exception as error:
                     self._blame([sequence.request], error)
         mask_(logits_NV, allowed)
-        rules = DrawRules.of([s.rule for s in sequences], logits_NV.device)
         numbers = uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
-        logprobs_NV = scaled_logprobs(logits_NV, rules)
-        tokens_N = draw(logprobs_NV, rules, numbers)
         most = max(s.request.message.topk_sample_logprobs for s in sequences)
-        tops = best(logprobs_NV, most) if most else ()
+        found = choose(logits_NV, [s.rule for s in sequences], numbers, most, self.model.native)
         # The only time that the host waits for the step.
-        drawn, chosen, *top = download([tokens_N, logprobs_NV.gather(1, tokens_N[:, None])[:, 0], *tops])
+        drawn, chosen, *top = download(found)
         self.num_sampled += len(sequences)
         replies: list[Reply] = []
         for i, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tolist(), chosen.tolist(), strict=True)):
