@@ -6,7 +6,7 @@ Engines of this process find it as `auto`. Those in processes of their own stay 
 import pytest
 
 from lorimer.engine.model import device
-from lorimer.engine.native import rowwise
+from lorimer.engine.native import matmul, rowwise
 from tests.engine.reference import DEVICE
 
 ONLY_ON_A_CPU = {
@@ -22,7 +22,6 @@ ONLY_ON_A_CPU = {
         "they count what is reserved of the host's memory",
     ),
     "test_full_ranks.py": "ranks are processes of their own, which stay on the CPU",
-    "test_merged.py": "only a CPU has packed weights to merge into",
     "test_model.py::test_models_that_cannot_be_packed_are_refused_with_the_reason[falcon": "it indexes by a list of "
     "numbers, which torch cannot pass on to a device that is written in Python",
     "test_sharding.py": "ranks are processes of their own, which stay on the CPU",
@@ -43,7 +42,8 @@ def rows(request, monkeypatch):
     if request.param == "torch":
         if DEVICE.type != "cpu":
             pytest.skip("there it does anyway")
-        monkeypatch.setattr(rowwise, "find", lambda *_: "a test has none")
+        for functions in (matmul, rowwise):
+            monkeypatch.setattr(functions, "find", lambda *_: "a test has none")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

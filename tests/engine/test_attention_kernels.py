@@ -128,12 +128,16 @@ def test_the_choice_is_by_equality_and_then_by_time_and_says_why(monkeypatch):
 
 def test_an_engine_says_what_it_has_chosen():
     model, _ = open_pair("gemma2")
-    *attention, products, rows, decoding = model.kernels
+    *attention, pairs, products, rows, decoding = model.kernels
     refused = f"blocks (varlen: not taken on '{DEVICE.type}'; sdpa: not taken on '{DEVICE.type}')"
     assert len(attention) == 2 and all(line.endswith(f"a soft cap: {refused}") for line in attention), attention
     assert sum("a window of" in line for line in attention) == 1
-    assert products == f"products of several adapters: one by one (grouped ones are not taken on '{DEVICE.type}')"
-    assert rows.startswith("norms, gates, softmax and drawing: ") and decoding == model.describe_decoding()
+    assert pairs == f"products of several adapters: one by one (grouped ones are not taken on '{DEVICE.type}')"
+    assert (
+        products.startswith("products: ")
+        and rows.startswith("norms, gates, softmax and drawing: ")
+        and decoding == model.describe_decoding()
+    )
 
 
 def test_time_is_measured():

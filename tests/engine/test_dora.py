@@ -138,7 +138,7 @@ def test_norms_are_exact_where_the_adapter_nearly_cancels_the_weight_and_zero_ro
     weight = -2.0 * b @ a
     weight[::2] += 1e-3 * torch.randn(OUT // 2, IN, generator=generator)
     weight[7], b[7] = 0.0, 0.0
-    rows = BaseRows(FrozenMatrix(weight, None, 0), 0, OUT, IN)
+    rows = BaseRows(FrozenMatrix(weight, None), 0, OUT, IN)
     expected = (weight.double() + 2.0 * b.double() @ a.double()).norm(dim=1)
     found = rows.norms(a, b, 2.0).double()
     assert ((found - expected).abs() <= 1e-6 * expected).all()
@@ -246,7 +246,7 @@ def test_grouped_products_leave_dora_slices_to_their_own():
     for arrange in (list, lambda slices: GroupedSlices(slices, x.device)):
         slices = [make_slice(0, 6, 5, 1), make_dora_slice(base, 6, 14, 4, 2), make_slice(14, 20, 8, 3)]
         y, d_x = linear(x).detach(), torch.zeros_like(x)
-        products = add_products(x, y, TARGETS, arrange(slices), layer.matrix.bias)
+        products = add_products(x, y, TARGETS, arrange(slices), layer.matrix)
         backpropagate(x, unscale_gradient(d_y, products), products, d_x)
         found.append([y, d_x, *(g for part in slices for pair in part.grads.values() for g in pair)])
     assert len(found[0]) == 2 + 3 * 2 * 2 + 3 * 3

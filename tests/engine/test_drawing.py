@@ -124,6 +124,10 @@ def test_compiled_functions_draw_what_torch_draws_and_each_row_by_its_own_rule(k
     assert torch.equal(mixed[0], expected[0])
     for found, wanted in zip(mixed[1:], expected[1:], strict=True):
         assert torch.allclose(found, wanted, atol=1e-5)
+    if k:
+        is_drawn = mixed[2] == mixed[0][:, None]
+        assert is_drawn.any()
+        assert torch.equal(mixed[3][is_drawn], mixed[1][is_drawn.any(1)]), "one token has one log probability"
     for i in range(8):
         alone = choose(logits[i : i + 1].clone(), rules[i : i + 1], numbers[i : i + 1], k, native)
         assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(alone, mixed, strict=True))

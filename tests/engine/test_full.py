@@ -164,7 +164,7 @@ def test_twenty_steps_equal_adamw_on_the_plain_model(architecture):
         theirs, _, _ = run_plain(plain, data)
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         reference.step()
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=2e-5)  # terms of the sum cancel each other
         assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert run.step == 20
     for name, expected in plain.named_parameters():

@@ -1,4 +1,4 @@
-"""Frozen layers with adapters of several runs against products written out, in both layouts of the weight."""
+"""Frozen layers with adapters of several runs against products written out, by compiled functions and by torch."""
 
 import pytest
 import torch
@@ -8,18 +8,14 @@ from lorimer.engine.adapters.lora import LoraTarget
 from lorimer.engine.model import grouped
 from lorimer.engine.model.grouped import GroupedSlices
 from lorimer.engine.model.linear import (
-    ANY_ROWS,
-    FEW_ROWS,
     FrozenLinear,
-    FrozenMatrix,
     Grouping,
     add_products,
     backpropagate,
-    fastest_packed_rows,
 )
 from lorimer.engine.training.batch import AdapterSlice, Pass, PassSlot
 
-IN, OUT = 24, 44
+IN, OUT = 32, 44
 # A fused layer: parts one after the other, the last of a size that grouped products do not have.
 TARGETS = [
     LoraTarget("l:q", "l", "attn", IN, 16),
@@ -28,13 +24,13 @@ TARGETS = [
 ]
 
 
-def make_layer(max_packed_rows=0, bias=True):
+def make_layer(bias=True):
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(IN, OUT, bias=bias)
     for parameter in linear.parameters():
         parameter.data.normal_(generator=generator)
     slot = PassSlot()
-    return linear, FrozenLinear(linear, TARGETS, slot, max_packed_rows), slot
+    return linear, FrozenLinear(linear, TARGETS, slot), slot
 
 
 def make_slice(start, stop, rank, seed, names=("l:q", "l:k", "l:v")):
@@ -63,11 +59,11 @@ def reference(linear, x, slices):
     return y, leaves
 
 
-@pytest.mark.parametrize("max_packed_rows", [0, ANY_ROWS], ids=["plain", "packed"])
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("has_input_gradient", [True, False])
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["each", "grouped"])
-def test_outputs_and_gradients_equal_autograd(max_packed_rows, has_input_gradient, is_grouped):
-    linear, layer, slot = make_layer(max_packed_rows)
+def test_outputs_and_gradients_equal_autograd(has_input_gradient, is_grouped):
+    linear, layer, slot = make_layer()
     slices = [make_slice(0, 4, 3, 1), make_slice(4, 9, 8, 2, ("l:k",))]
     x = torch.randn(12, IN, generator=torch.Generator().manual_seed(3))
     d_y = torch.randn(12, OUT, generator=torch.Generator().manual_seed(4))
@@ -151,13 +147,3 @@ def test_without_adapters_the_layer_is_the_base():
     linear, layer, _ = make_layer(bias=False)
     x = torch.randn(2, 5, IN)
     assert torch.allclose(layer(x), linear(x), atol=1e-5)
-
-
-def test_the_layout_is_chosen_by_rows():
-    weight = torch.randn(OUT, IN)
-    matrix = FrozenMatrix(weight, None, 4)
-    for rows in (1, 4, 5, 50):
-        x = torch.randn(rows, IN)
-        assert torch.allclose(matrix.multiply(x), x @ weight.t(), atol=1e-4)
-    assert fastest_packed_rows(weight) in (0, FEW_ROWS, ANY_ROWS)
-    assert fastest_packed_rows(weight.to("meta")) == 0

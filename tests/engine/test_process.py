@@ -145,7 +145,9 @@ def has_ended(pid):
 def test_it_loads_and_says_so(engine, started):
     info = engine.ready.result()
     assert (info.architecture, info.device, info.dtype, info.token_budget) == ("LlamaForCausalLM", "cpu", "float32", 64)
-    assert [line.partition(" ")[0] for line in info.kernels] == ["attention", "products", "decoding:"]
+    assert [line.partition(" ")[0] for line in info.kernels] == [
+        *("attention", "products", "products:", "norms,", "decoding:")
+    ]
     assert engine.is_alive
     assert psutil.Process(engine.pid).ppid() == os.getpid()
     stages = [event.stage for event in started.events if isinstance(event, LoadProgress)]

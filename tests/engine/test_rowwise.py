@@ -139,11 +139,12 @@ def test_draws(seed, num_rows, size, scale, temperature, number):
     is_hidden[:, seed % size] = False
     logits[is_hidden] = float("-inf")
     temperatures, numbers = torch.full((num_rows,), temperature), np.full(num_rows, number)
-    tokens, logprobs = functions(torch.bfloat16).draw(logits, temperatures, numbers)
+    tokens, logprobs, largest, logs = functions(torch.bfloat16).draw(logits, temperatures, numbers)
     expected = (logits.double() / temperature).log_softmax(-1)
     chosen = expected.gather(1, tokens[:, None])[:, 0]
     assert bool(chosen.isfinite().all()), "what has no weight is never drawn"
     assert torch.allclose(logprobs.double(), chosen, atol=1e-5, rtol=1e-5)
+    assert torch.equal((logits.gather(1, tokens[:, None])[:, 0] - largest) / temperature - logs, logprobs)
     after = expected.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
     assert bool(((after - chosen.exp() - 1e-6 <= number) & (number <= after + 1e-6)).all())
     alone = functions(torch.float32).draw(logits[-1:], temperatures[-1:], numbers[-1:])
@@ -171,7 +172,7 @@ def test_numbers_that_are_not_finite_stay_so_in_their_row(dtype):
         d_x, _ = found.normalise_gradient(ones, 1e-6, x, torch.ones_like(x), is_trained=False)
         for rows in (found.normalise(ones, 1e-6, x), sums[1][:, None], probabilities[0], d_x):
             assert (~rows.isfinite()).any(1).tolist() == bad
-        _, logprobs = found.draw(x.float(), torch.ones(3), np.full(3, 0.5))
+        _, logprobs, *_ = found.draw(x.float(), torch.ones(3), np.full(3, 0.5))
         assert (~logprobs.isfinite()).tolist() == bad
         gate = found.gate_apart(x, torch.ones_like(x))
         assert (~gate.isfinite()).any(1).tolist() == bad

@@ -33,8 +33,6 @@ from lorimer.engine.model.linear import (
     FrozenLinear,
     FrozenMatrix,
     Grouping,
-    fastest_packed_rows,
-    join_siblings,
     multiplies_as_torch,
 )
 from lorimer.engine.model.logit_map import LogitMap, find_logit_map
@@ -45,7 +43,7 @@ from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import Quantization, load_quantized, materialized
 from lorimer.engine.model.stepping import LayerStep
 from lorimer.engine.model.vision import TEXT_ONLY, Placement, SequenceImages, Vision, model_class, open_vision
-from lorimer.engine.native import library, rowwise
+from lorimer.engine.native import library, matmul, rowwise
 from lorimer.engine.native.decode import Decoding
 from lorimer.engine.sampling.kv_cache import DecodeAttention, PrefillAttention, PrefillSpan, PromptCache, Slab
 from lorimer.engine.sharding import ALONE, Shards
@@ -69,17 +67,13 @@ class BaseModel:
         name: str = "",
         directory: str = "",
         vision: Vision | str = TEXT_ONLY,
-        has_copies: bool = True,
         trains_base: bool = False,
         quantization: Quantization | None = None,
     ) -> None:
         """``vision`` reads images; a string is the reason why this model cannot.
 
-        Without ``has_copies`` no weight is stored a second time in a faster layout, so that ``shard`` can free it.
-        With ``trains_base`` the weights are those of a full run, float32: nothing but ``masters`` keeps a copy of them.
-        Nor of a base with ``quantization``, which is meant to be small.
+        With ``trains_base`` the weights are those of a full run, float32.
         """
-        has_copies = has_copies and not trains_base and quantization is None
         self.quantize: Quantize = "none" if quantization is None else quantization.kind
         self.name, self.directory, self.device = name, directory, device
         self._vision = vision
@@ -104,7 +98,7 @@ class BaseModel:
             with materialized(model):
                 reference = _reference_logits(model, probe, device.handle)
                 seen = None if isinstance(vision, str) else vision.probe()
-            self._inject(model, has_copies)
+            self._inject(model)
             self.logit_map = LogitMap()
             try:
                 self._check(probe, reference)
@@ -116,10 +110,9 @@ class BaseModel:
             self._probe_steps(probe[0].to(device.handle))
         self._choose_kernels()
 
-    def _inject(self, model: PreTrainedModel, has_copies: bool) -> None:
+    def _inject(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
-        packed_rows = fastest_packed_rows(head.weight[:2048]) if has_copies else 0
-        self.head = FrozenMatrix.of(head, packed_rows)
+        self.head = FrozenMatrix.of(head)
         self._embedding, self._output = model.get_input_embeddings(), head
         self.head_target = self.targets[-1]
         by_module: dict[str, list[LoraTarget]] = {}
@@ -130,17 +123,12 @@ class BaseModel:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and module is not head and name in by_module:
                 parent, _, leaf = name.rpartition(".")
-                setattr(
-                    model.get_submodule(parent),
-                    leaf,
-                    FrozenLinear(module, by_module[name], self.slot, packed_rows),
-                )
+                setattr(model.get_submodule(parent), leaf, FrozenLinear(module, by_module[name], self.slot))
             elif name in by_module:
                 module.lorimer_targets = {t.name.rpartition(":")[2]: t for t in by_module[name]}
                 module.lorimer_anchor = torch.empty(0, device=self.device.handle, requires_grad=True)
             # transformers passes the module to attention and experts functions; they find the current pass through it.
             module.lorimer_slot = self.slot
-        join_siblings(part, packed_rows)
         _number_attention_layers(part)
         replace_norms(part, self.slot.trains_base)
         replace_gated_mlps(part, self.slot)
@@ -234,8 +222,8 @@ class BaseModel:
                     known[key] = refused if has_sinks else choose(shape, heads, self.device.dtype, self.device.handle)
                 module.lorimer_kernel = known[key].kernel
         self.kernels = [f"attention{_describe_layers(*key)}: {choice}" for key, choice in known.items()]
-        rows = rowwise.describe(self.device.type, self.device.dtype)
-        self.kernels += [f"products of several adapters: {self.grouping}", rows, self.describe_decoding()]
+        compiled = [part.describe(self.device.type, self.device.dtype) for part in (matmul, rowwise)]
+        self.kernels += [f"products of several adapters: {self.grouping}", *compiled, self.describe_decoding()]
         """What was chosen when the model came to its device, and why nothing else, in one line each."""
 
     # ── sharding ──────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +245,7 @@ class BaseModel:
             if head.weight is self._embedding.weight:
                 # One parameter of two modules: the embedding keeps it; the head's own forward is never called.
                 head._parameters["weight"] = None
-                self.head = self.rows[self.head_target.name].weight = FrozenMatrix.of(self._embedding, 0).with_bias_of(
+                self.head = self.rows[self.head_target.name].weight = FrozenMatrix.of(self._embedding).with_bias_of(
                     head
                 )
                 head = None
@@ -297,7 +285,7 @@ class BaseModel:
 
     @property
     def local_bytes(self) -> int:
-        """Size of the parameters that this process keeps between passes, besides copies."""
+        """Size of the parameters that this process keeps between passes."""
         if self.slot.trains_base:
             return sum(tensor.nbytes for tensor in self.masters.tensors().values())
         return self.shards.local_bytes([self.decoder, self._output])
@@ -489,7 +477,7 @@ def load_model(
         raise ModelRefused(
             f"{name!r} has a vision tower; full fine-tuning accepts models of text only, LoRA this one too"
         )
-    return BaseModel(model, device, name, str(directory), vision, not is_sharded, trains_base, quantization)
+    return BaseModel(model, device, name, str(directory), vision, trains_base, quantization)
 
 
 def load_tokenizer(directory: Path | str) -> Any:

@@ -6,9 +6,7 @@ brings along, so autograd only carries the activations. In DoRA the rows are sca
 Experts are in ``experts.py``, the output head in ``head.py``, weights in 8 or 4 bits in ``quantization.py``.
 """
 
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,32 +21,29 @@ from lorimer.engine.model.grouped import GroupedSlices
 from lorimer.engine.model.masters import add_product, add_sum
 from lorimer.engine.model.quantization import QuantizedWeight
 from lorimer.engine.model.quantized_loading import quantized_weights
+from lorimer.engine.native import matmul
 from lorimer.engine.native.decode import Decoding, LowRank, PairTable
+from lorimer.engine.native.matmul import LinearParts
 from lorimer.engine.training.batch import AdapterSlice, PassSlot
 
 
 class FrozenMatrix:
-    """A frozen weight ``(O, I)``, with a second copy in the layout that is fastest for few rows on the CPU."""
+    """A frozen weight ``(O, I)``, and a bias if the layer has one."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, max_packed_rows: int, is_kept: bool = True) -> None:
-        """Without ``is_kept`` only the packed layout stays, and at most ``max_packed_rows`` rows are accepted."""
-        self._tensors: Mapping[str, Tensor | None] = {
-            "weight": weight.detach() if is_kept else weight.detach()[:0],
-            "bias": None if bias is None else bias.detach(),
-        }
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._tensors: Mapping[str, Tensor | None] = {"weight": weight.detach(), "bias": bias}
         self._biases: Mapping[str, Tensor | None] = self._tensors
-        self._max_packed_rows = max_packed_rows
-        self._packed = pack(weight.detach()) if max_packed_rows else None
+        self._parts: LinearParts | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, max_packed_rows: int) -> "FrozenMatrix":
+    def of(cls, module: nn.Module) -> "FrozenMatrix":
         """Return a matrix whose weight and bias are those that ``module`` has when they are needed.
 
         Sharding replaces the parameters of a module before and after each pass.
         """
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        matrix = cls(weight, bias, max_packed_rows)
+        matrix = cls(weight, bias)
         matrix._tensors = matrix._biases = module._parameters
         return matrix
 
@@ -67,19 +62,21 @@ class FrozenMatrix:
     def bias(self) -> Tensor | None:
         return self._biases.get("bias")
 
-    def unpack(self) -> None:
-        """Free the packed copy, unless it serves any number of rows."""
-        if self._max_packed_rows < ANY_ROWS:
-            self._packed = None
-
     def multiply(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x (rows, I)``."""
-        if self._packed is not None and len(x) <= self._max_packed_rows:
-            return multiply_packed(x, self._packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        y = self._multiply_compiled(x, [self.weight], [self.bias])
+        return F.linear(x, self.weight, self.bias) if y is None else y
+
+    def _multiply_compiled(self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor | None:
+        functions = matmul.functions_for(x)
+        if functions is None:
+            return None
+        if self._parts is None or not self._parts.is_of(weights, biases):
+            self._parts = LinearParts(weights, biases)
+        return functions.multiply(x, self._parts)
 
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
-        return d_y @ self.weight
+        return matmul.multiply_transposed(d_y, self.weight)
 
     def dense_rows(self, rows: slice | Tensor) -> Tensor:
         """Return rows of the weight that products compute with."""
@@ -94,11 +91,11 @@ class FrozenMatrix:
 
 
 class QuantizedMatrix(FrozenMatrix):
-    """A frozen weight in 8 or 4 bits, of which there is no copy in another layout."""
+    """A frozen weight in 8 or 4 bits."""
 
     def __init__(self, quantized: QuantizedWeight, module: nn.Module) -> None:
         """Take the bias from ``module``, whose own weight is empty."""
-        super().__init__(quantized.codes[:0], None, 0)
+        super().__init__(quantized.codes[:0], None)
         self._tensors = self._biases = module._parameters
         self._quantized = quantized
 
@@ -113,58 +110,41 @@ class QuantizedMatrix(FrozenMatrix):
         return self._quantized.rows(rows)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Pack the weight for oneDNN, which would otherwise do so on each call."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+class JoinedMatrix(FrozenMatrix):
+    """The weights of layers that get the same input, for passes that are not computed backward: one product for all."""
 
+    def __init__(self, matrices: Sequence[FrozenMatrix]) -> None:
+        super().__init__(matrices[0].weight, None)
+        self._matrices = matrices
+        self._is_dense = not any(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
 
-def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return product
+    @property
+    def bias(self) -> Tensor | None:
+        found = [matrix.bias for matrix in self._matrices]
+        if all(bias is None for bias in found):
+            return None
+        pairs = zip(self._matrices, found, strict=True)
+        return torch.cat([m.weight.new_zeros(len(m.weight)) if bias is None else bias for m, bias in pairs])
 
-
-ANY_ROWS = 1 << 30
-FEW_ROWS = 64
-"""Above this many rows the time to pack a weight is negligible."""
-
-
-def fastest_packed_rows(weight: Tensor) -> int:
-    """Return up to how many rows the packed layout is faster: few, or any number; 0 without oneDNN."""
-    if weight.device.type != "cpu":
-        return 0
-    try:
-        packed = FrozenMatrix(weight, None, ANY_ROWS)
-    except (RuntimeError, AttributeError):  # a build of torch without oneDNN
-        return 0
-    x = torch.ones(1024, weight.shape[1], dtype=weight.dtype)
-    return ANY_ROWS if _fastest(packed, x) < 0.95 * _fastest(FrozenMatrix(weight, None, 0), x) else FEW_ROWS
-
-
-def _fastest(matrix: FrozenMatrix, x: Tensor) -> float:
-    """Return the best of several timings, in seconds: other processes disturb the rest."""
-    seconds = []
-    for _ in range(12):
-        start = time.perf_counter()
-        matrix.multiply(x)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    def multiply(self, x: Tensor) -> Tensor:
+        y = None
+        if self._is_dense:
+            y = self._multiply_compiled(x, [m.weight for m in self._matrices], [m.bias for m in self._matrices])
+        return torch.cat([matrix.multiply(x) for matrix in self._matrices], 1) if y is None else y
 
 
 class FrozenLinear(nn.Module):
     """Replaces an ``nn.Linear`` of the model."""
 
-    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot, max_packed_rows: int) -> None:
+    def __init__(self, linear: nn.Linear, targets: list[LoraTarget], slot: PassSlot) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # Owned here, so that the parameters of the model are those it computes with, and sharding finds them.
         self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
         self.quantized = quantized_weights(linear).get("weight")
-        self.matrix = (
-            FrozenMatrix.of(self, max_packed_rows) if self.quantized is None else QuantizedMatrix(self.quantized, self)
-        )
+        self.matrix = FrozenMatrix.of(self) if self.quantized is None else QuantizedMatrix(self.quantized, self)
         self.targets = targets
         self.slot = slot
-        self.siblings: Siblings | None = None
         # Makes autograd record the layer even where its input has no gradient (the first layer).
         self._anchor = torch.empty(0, device=linear.weight.device, requires_grad=True)
 
@@ -173,62 +153,9 @@ class FrozenLinear(nn.Module):
         slices = self.slot.current.slices
         if torch.is_grad_enabled() and self.slot.current.is_trained:
             y = _LoraLinear.apply(rows, self._anchor, self, slices)
-        elif self.siblings is not None and len(rows) <= self.siblings.max_rows:
-            y = self.siblings.multiply(self, x, rows, slices)
         else:
             y, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
         return y.view(*x.shape[:-1], self.out_features)
-
-
-class Siblings:
-    """Layers of one parent that get the same input: with few rows they are computed in one product.
-
-    The first layer called with an input computes all outputs and stores those of the others.
-    """
-
-    def __init__(self, layers: list[FrozenLinear], max_rows: int) -> None:
-        weight = torch.cat([layer.matrix.weight for layer in layers])
-        biases = [layer.matrix.bias for layer in layers]
-        bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-        self.layers, self.max_rows = layers, max_rows
-        self.matrix = FrozenMatrix(weight, bias, max_rows, is_kept=False)
-        self._ranges: dict[int, slice] = {}
-        self.targets: list[LoraTarget] = []
-        start = 0
-        for layer in layers:
-            self._ranges[id(layer)] = slice(start, start + layer.out_features)
-            self.targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
-            start += layer.out_features
-        self._input: Tensor | None = None
-        self._output: Tensor | None = None
-        self._left: set[int] = set()
-
-    def multiply(self, layer: FrozenLinear, x: Tensor, rows: Tensor, slices: list[AdapterSlice]) -> Tensor:
-        if self._input is not x or id(layer) not in self._left or self._output is None:
-            self._output, _ = multiply_with_adapters(rows, self.matrix, self.targets, slices)
-            self._input, self._left = x, set(self._ranges)
-        self._left.discard(id(layer))
-        y = self._output[:, self._ranges[id(layer)]]
-        if not self._left:
-            self._input = self._output = None
-        return y
-
-
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def join_siblings(model: nn.Module, max_rows: int) -> None:
-    """Find layers that transformers' models always call with the same input, and join them into ``Siblings``."""
-    for parent in model.modules():
-        for names in SIBLINGS:
-            layers = [getattr(parent, name, None) for name in names]
-            joined = [layer for layer in layers if isinstance(layer, FrozenLinear)]
-            are_alike = len({(layer.in_features, layer.matrix.bias is None) for layer in joined}) == 1
-            if max_rows and len(joined) == len(names) and are_alike:
-                siblings = Siblings(joined, min(max_rows, FEW_ROWS))
-                for layer in joined:
-                    layer.siblings = siblings
-                    layer.matrix.unpack()
 
 
 class Product(NamedTuple):
@@ -250,13 +177,13 @@ def multiply_with_adapters(
 ) -> tuple[Tensor, Products]:
     """Return the layer's output, and the inner products ``A @ x`` that its backward pass needs."""
     y = matrix.multiply(x)
-    return y, add_products(x, y, targets, slices, matrix.bias)
+    return y, add_products(x, y, targets, slices, matrix)
 
 
 def add_products(
-    x: Tensor, y: Tensor, targets: list[LoraTarget], slices: list[AdapterSlice], bias: Tensor | None = None
+    x: Tensor, y: Tensor, targets: list[LoraTarget], slices: list[AdapterSlice], matrix: FrozenMatrix | None = None
 ) -> Products:
-    """Add the low-rank products of the slices to ``y``, which has the bias in it; return the inner products."""
+    """Add the low-rank products of the slices to ``y``, the output of the matrix; return the inner products."""
     products: Products = []
     if isinstance(slices, CompiledSlices) and slices.add_products(x, y, targets):
         return products
@@ -270,10 +197,11 @@ def add_products(
             if pair is None or (is_grouped and part.row_scales is None):
                 continue
             a, b = (factor.to(x.dtype) for factor in pair[:2])
-            inner = x[part.start : part.stop] @ a.t()
-            rows = y[part.start : part.stop, target.rows].addmm_(inner, b.t(), alpha=part.scale)
+            inner, rows = matmul.multiply(x[part.start : part.stop], a), y[part.start : part.stop, target.rows]
+            matmul.add_multiplied(rows, inner, b.t(), part.scale)
             unscaled = None
             if part.row_scales is not None:
+                bias = None if matrix is None else matrix.bias
                 own_bias = None if bias is None else bias[target.rows]
                 unscaled = _scale_rows_(rows, own_bias, part.row_scales.of(target.name), part.grads is not None)
             products.append(Product(part, target, inner, unscaled))
@@ -324,13 +252,13 @@ def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None
             continue
         a, b, *_ = part.weights[target.name]
         x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
-        d_inner = (d_y_part @ b.to(d_y.dtype)).mul_(part.scale)
+        d_inner = matmul.multiply(d_y_part, b.to(d_y.dtype).t()).mul_(part.scale)
         if part.grads is not None:
             d_a, d_b, *_ = part.grads[target.name]
             add_product(d_a, d_inner, x_part)
             add_product(d_b, d_y_part, inner, alpha=part.scale)
         if d_x is not None:
-            d_x[part.start : part.stop].addmm_(d_inner, a.to(d_inner.dtype))
+            matmul.add_multiplied(d_x[part.start : part.stop], d_inner, a.to(d_inner.dtype))
 
 
 class CompiledSlices(list[AdapterSlice]):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lorimer.engine.native import matmul
 from lorimer.engine.sharding import local_part
 from lorimer.errors import ModelRefused
 
@@ -67,10 +68,13 @@ def _stays_wide(model: PreTrainedModel, name: str) -> bool:
 def add_product(buffer: Tensor, left: Tensor, right: Tensor, *, alpha: float = 1.0) -> None:
     """Add ``alpha * left.T @ right`` to ``buffer``, the gradient of a weight.
 
-    Factors in a narrower dtype are multiplied in it. CUDA adds the product without rounding it. On a CPU torch's
-    products have the dtype of their factors, so that of each pass is rounded once, as its factors are; in float32 it
-    would take twice as long where the CPU has units for bfloat16.
+    Factors in a narrower dtype are multiplied in it. CUDA and compiled functions add the product without rounding it.
+    torch's products on a CPU have the dtype of their factors, so that of each pass is rounded once, as its factors are;
+    in float32 it would take twice as long where the CPU has units for bfloat16.
     """
+    functions = matmul.functions_for(left)
+    if functions is not None and functions.add_gradient(buffer, left, right, alpha):
+        return
     if left.dtype == buffer.dtype:
         buffer.addmm_(left.t(), right, alpha=alpha)
     elif _has_wide_products(buffer.device, left.dtype, buffer.dtype):

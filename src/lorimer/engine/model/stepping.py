@@ -9,12 +9,14 @@ Legend: N rows, one token of a sequence each; H query heads, K key/value heads, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorimer.engine.model.linear import FrozenLinear, multiply_with_adapters
+from lorimer.engine.adapters.lora import LoraTarget
+from lorimer.engine.model.linear import FrozenLinear, JoinedMatrix, multiply_with_adapters
 from lorimer.engine.model.mlp import is_silu
 from lorimer.engine.model.norms import FrozenRMSNorm
 from lorimer.engine.native.decode import Decoding, LayerAttention
@@ -88,13 +90,15 @@ class _Product:
     """Layers that get the same input; their outputs are concatenated."""
 
     def __init__(self, *layers: FrozenLinear) -> None:
-        self._layers, self._siblings = layers, layers[0].siblings
+        self._matrix = layers[0].matrix if len(layers) == 1 else JoinedMatrix([layer.matrix for layer in layers])
+        self._targets: list[LoraTarget] = []
+        start = 0
+        for layer in layers:
+            self._targets += [replace(t, row_offset=t.row_offset + start) for t in layer.targets]
+            start += layer.out_features
 
     def __call__(self, x: Tensor, slices: list[AdapterSlice]) -> Tensor:
-        if self._siblings is not None and len(x) <= self._siblings.max_rows:
-            return multiply_with_adapters(x, self._siblings.matrix, self._siblings.targets, slices)[0]
-        outputs = [multiply_with_adapters(x, layer.matrix, layer.targets, slices)[0] for layer in self._layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return multiply_with_adapters(x, self._matrix, self._targets, slices)[0]
 
     @classmethod
     def of(cls, parent: Any, fused: str, *names: str) -> "_Product":

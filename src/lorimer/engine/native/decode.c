@@ -52,20 +52,21 @@ INLINE void rotate(Number *x, const Number *cos, const Number *sin, int64_t size
 
 #define MAX_HEAD_DIM 256
 #define MAX_GROUP 32
+#define MAX_COUNT 4 /* heads whose sums the registers hold */
 
 /* Write the scores of `num` keys for `queries` (COUNT, D), a row of `stride` floats for each query. */
 INLINE void score(const int64_t SIZE, const int COUNT, const float *queries, const Number *keys, int64_t num,
                   float *scores, int64_t stride) {
     int64_t key = 0;
     for (; key + 4 <= num; key += 4, keys += 4 * SIZE) {
-        Vector sums[4 * COUNT];
-        for (int i = 0; i < 4 * COUNT; i++) sums[i] = all(0);
+        Vector sums[4 * MAX_COUNT];
+        UNROLL for (int i = 0; i < 4 * COUNT; i++) sums[i] = all(0);
         for (int64_t i = 0; i < SIZE; i += LANES)
-            for (int part = 0; part < 4; part++) {
+            UNROLL for (int part = 0; part < 4; part++) {
                 Vector numbers = load(keys + part * SIZE + i);
-                for (int g = 0; g < COUNT; g++) sums[4 * g + part] += load_wide(queries + g * SIZE + i) * numbers;
+                UNROLL for (int g = 0; g < COUNT; g++) sums[4 * g + part] += load_wide(queries + g * SIZE + i) * numbers;
             }
-        for (int g = 0; g < COUNT; g++) {
+        UNROLL for (int g = 0; g < COUNT; g++) {
             Four four = sums_of_four(sums + 4 * g);
             memcpy(scores + g * stride + key, &four, sizeof four);
         }
@@ -83,13 +84,13 @@ INLINE void combine(const int64_t SIZE, const int COUNT, const float *weights, i
                     int64_t num, float *out) {
     Vector sums[2 * MAX_HEAD_DIM / LANES];
     const int PARTS = (int)(SIZE / LANES);
-    for (int i = 0; i < COUNT * PARTS; i++) sums[i] = load_wide(out + i * LANES);
+    UNROLL for (int i = 0; i < COUNT * PARTS; i++) sums[i] = load_wide(out + i * LANES);
     for (int64_t key = 0; key < num; key++, values += SIZE)
-        for (int i = 0; i < PARTS; i++) {
+        UNROLL for (int i = 0; i < PARTS; i++) {
             Vector part = load(values + i * LANES);
-            for (int g = 0; g < COUNT; g++) sums[g * PARTS + i] += all(weights[g * stride + key]) * part;
+            UNROLL for (int g = 0; g < COUNT; g++) sums[g * PARTS + i] += all(weights[g * stride + key]) * part;
         }
-    for (int i = 0; i < COUNT * PARTS; i++) store_wide(out + i * LANES, sums[i]);
+    UNROLL for (int i = 0; i < COUNT * PARTS; i++) store_wide(out + i * LANES, sums[i]);
 }
 
 /* Turn scores of `num` keys into probabilities, in place. */
@@ -245,32 +246,32 @@ typedef struct {
 /* inner (rows, R) = x @ A^T for COUNT rows and up to COLUMNS of the R columns. */
 INLINE void multiply_a(const int COUNT, const int WIDTH, const Number *x, const Number *a, int64_t in_features,
                        float *inner, int64_t rank) {
-    Vector sums[COUNT * WIDTH];
-    for (int i = 0; i < COUNT * WIDTH; i++) sums[i] = all(0);
+    Vector sums[ROWS * COLUMNS];
+    UNROLL for (int i = 0; i < COUNT * WIDTH; i++) sums[i] = all(0);
     for (int64_t i = 0; i < in_features; i += LANES) {
-        Vector rows[COUNT];
-        for (int n = 0; n < COUNT; n++) rows[n] = load(x + n * in_features + i);
-        for (int c = 0; c < WIDTH; c++) {
+        Vector rows[ROWS];
+        UNROLL for (int n = 0; n < COUNT; n++) rows[n] = load(x + n * in_features + i);
+        UNROLL for (int c = 0; c < WIDTH; c++) {
             Vector column = load(a + c * in_features + i);
-            for (int n = 0; n < COUNT; n++) sums[n * WIDTH + c] += rows[n] * column;
+            UNROLL for (int n = 0; n < COUNT; n++) sums[n * WIDTH + c] += rows[n] * column;
         }
     }
-    for (int n = 0; n < COUNT; n++)
-        for (int c = 0; c < WIDTH; c++) inner[n * rank + c] = round_one(sum(sums[n * WIDTH + c]));
+    UNROLL for (int n = 0; n < COUNT; n++)
+        UNROLL for (int c = 0; c < WIDTH; c++) inner[n * rank + c] = round_one(sum(sums[n * WIDTH + c]));
 }
 
 /* y (rows, .) += scale * inner @ B^T for COUNT rows and WIDTH vectors of columns. */
 INLINE void multiply_b(const int COUNT, const int WIDTH, const float *inner, int64_t rank, const Number *b_t,
                        int64_t out_features, float scale, Number *y, int64_t stride) {
-    Vector sums[COUNT * WIDTH];
-    for (int i = 0; i < COUNT * WIDTH; i++) sums[i] = all(0);
+    Vector sums[ROWS * COLUMNS];
+    UNROLL for (int i = 0; i < COUNT * WIDTH; i++) sums[i] = all(0);
     for (int64_t r = 0; r < rank; r++)
-        for (int c = 0; c < WIDTH; c++) {
+        UNROLL for (int c = 0; c < WIDTH; c++) {
             Vector column = load(b_t + r * out_features + c * LANES);
-            for (int n = 0; n < COUNT; n++) sums[n * WIDTH + c] += all(inner[n * rank + r]) * column;
+            UNROLL for (int n = 0; n < COUNT; n++) sums[n * WIDTH + c] += all(inner[n * rank + r]) * column;
         }
-    for (int n = 0; n < COUNT; n++)
-        for (int c = 0; c < WIDTH; c++) {
+    UNROLL for (int n = 0; n < COUNT; n++)
+        UNROLL for (int c = 0; c < WIDTH; c++) {
             Number *to = y + n * stride + c * LANES;
             store(to, load(to) + all(scale) * sums[n * WIDTH + c]);
         }

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lorimer.engine.model.attention import Shape
-from lorimer.engine.native.library import INT, LANES, POINTER, Library
-from lorimer.engine.native.rowwise import Rowwise, declare
+from lorimer.engine.native.library import INT, LANES, POINTER, Library, declare
+from lorimer.engine.native.rowwise import Rowwise
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 MAX_GROUP = 32

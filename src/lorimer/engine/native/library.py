@@ -28,7 +28,7 @@ LANES = 16
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
 _DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
-_FLAGS = ("-O3", "-fPIC", "-shared")
+_FLAGS = ("-O2", "-fPIC", "-shared")
 # Not on macOS: a second OpenMP library beside torch's would end the process.
 _THREADS: tuple[tuple[str, ...], ...] = ((),) if sys.platform == "darwin" else (("-fopenmp",), ())
 _CHOICES = tuple((cpu, *threads) for cpu in ("-march=native", "-mcpu=native") for threads in _THREADS)
@@ -54,6 +54,11 @@ class Library:
                 f"a tensor of {tensor.dtype}, {tuple(tensor.shape)}, is not laid out for compiled functions"
             )
         return tensor.data_ptr()
+
+
+def declare(function: "ctypes._NamedFuncPointer", *arguments: type) -> "ctypes._NamedFuncPointer":
+    function.argtypes, function.restype = list(arguments), None
+    return function
 
 
 @functools.cache

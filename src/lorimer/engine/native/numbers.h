@@ -30,6 +30,9 @@ typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+/* Before a loop over an array of vectors, whose size must be a constant: then they stay in registers. */
+#define UNROLL _Pragma("GCC unroll 32")
 
 /* ── numbers ─────────────────────────────────────────────────────────────────────────────────────── */
 

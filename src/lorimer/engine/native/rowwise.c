@@ -171,9 +171,10 @@ INLINE Vector distances(const float *from, int64_t num, float largest, float tem
     return temperature == 1 ? x : x / all(temperature);
 }
 
-/* Draw a token for each row of logits (NV): the first whose cumulative weight exceeds `numbers[row]` of the total. */
+/* Draw a token for each row of logits (NV): the first whose cumulative weight exceeds `numbers[row]` of the total. Write
+ * the largest logit and the logarithm of the total too. */
 void draw(const float *logits, int64_t num_rows, int64_t size, int64_t num_threads, const float *temperatures,
-          const double *numbers, int64_t *tokens, float *logprobs) {
+          const double *numbers, int64_t *tokens, float *logprobs, float *all_largest, float *logs) {
     int64_t num_blocks = (size + BLOCK - 1) / BLOCK;
     PARALLEL_ROWS
     for (int64_t row = 0; row < num_rows; row++) {
@@ -203,7 +204,9 @@ void draw(const float *logits, int64_t num_rows, int64_t size, int64_t num_threa
             if (weight > 0) token = i;
         }
         tokens[row] = token;
-        logprobs[row] = distances(x + token, 1, largest, temperature)[0] - (float)log(total);
+        all_largest[row] = largest;
+        logs[row] = (float)log(total);
+        logprobs[row] = distances(x + token, 1, largest, temperature)[0] - logs[row];
     }
 }
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorimer.engine.native.library import INT, LANES, POINTER, Library, load
+from lorimer.engine.native.library import INT, LANES, POINTER, Library, declare, load
 
 _ALONE = 1 << 14
 """Numbers that one thread computes faster than several."""
@@ -58,7 +58,7 @@ class Rowwise:
         self._gate_gradient = declare(functions.gate_gradient, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
         self._log_sums = declare(functions.log_sums, POINTER, INT, INT, INT, POINTER, POINTER)
         self._log_softmax_gradient = declare(functions.log_softmax_gradient, POINTER, INT, INT, INT, *6 * [POINTER])
-        self._draw = declare(functions.draw, POINTER, INT, INT, INT, *4 * [POINTER])
+        self._draw = declare(functions.draw, POINTER, INT, INT, INT, *6 * [POINTER])
         self._masked_softmax = declare(functions.masked_softmax, POINTER, POINTER)
         self._masked_softmax_gradient = declare(functions.masked_softmax_gradient, POINTER, POINTER, POINTER)
 
@@ -147,11 +147,16 @@ class Rowwise:
         logits, num_threads = self._address(logits_NV, size), _num_threads(logits_NV)
         self._log_softmax_gradient(logits, num_rows, size, num_threads, largest, logs, firsts.ctypes.data, *addresses)
 
-    def draw(self, logits_NV: Tensor, temperatures_N: Tensor, numbers_N: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row of float32 logits, by a number in [0, 1); return tokens and log probabilities."""
+    def draw(self, logits_NV: Tensor, temperatures_N: Tensor, numbers_N: np.ndarray) -> tuple[Tensor, ...]:
+        """Draw a token for each row of float32 logits, by a number in [0, 1).
+
+        Return tokens and log probabilities, and of each row the largest logit and the logarithm of the sum of the
+        exponentials of the distances to it, divided by the temperature.
+        """
         num_rows, size = logits_NV.shape
         logits_NV, numbers_N = logits_NV.contiguous(), np.ascontiguousarray(numbers_N, np.float64)
-        tokens_N, logprobs_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.float32)
+        tokens_N = torch.empty(num_rows, dtype=torch.int64)
+        numbers = torch.empty(3, num_rows, dtype=torch.float32).unbind()
         if logits_NV.dtype != torch.float32 or temperatures_N.dtype != torch.float32 or not num_rows == len(numbers_N):
             raise ValueError(f"cannot draw from {logits_NV.dtype}, {tuple(logits_NV.shape)}")
         self._draw(
@@ -161,10 +166,9 @@ class Rowwise:
             _num_threads(logits_NV),
             temperatures_N.data_ptr(),
             numbers_N.ctypes.data,
-            tokens_N.data_ptr(),
-            logprobs_N.data_ptr(),
+            *(found.data_ptr() for found in (tokens_N, *numbers)),
         )
-        return tokens_N, logprobs_N
+        return tokens_N, *numbers
 
     def masked_softmax(self, scores: Tensor, mask: Mask) -> None:
         """Turn ``scores (B, rows, keys)`` into probabilities, in place."""
@@ -176,11 +180,6 @@ class Rowwise:
         found, _scratch = _mask_of(scores, mask)
         addresses = (self._address(x, scores.shape[-1]) for x in (scores, gradients))
         self._masked_softmax_gradient(ctypes.byref(found), *addresses)
-
-
-def declare(function: "ctypes._NamedFuncPointer", *arguments: type) -> "ctypes._NamedFuncPointer":
-    function.argtypes, function.restype = list(arguments), None
-    return function
 
 
 def _either(weight: Tensor) -> tuple[int | None, int | None]:
@@ -269,10 +268,12 @@ def _are_right(functions: Rowwise, dtype: torch.dtype) -> Iterator[bool]:
     wide[0, :300] = -math.inf
     temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0])
     scaled = (wide.double() / temperatures[:, None]).log_softmax(-1)
-    tokens, found_logprobs = functions.draw(wide, temperatures, numbers)
+    tokens, found_logprobs, *found_sums = functions.draw(wide, temperatures, numbers)
     expected = torch.searchsorted(scaled.exp().cumsum(-1), torch.from_numpy(numbers)[:, None], right=True)
     yield bool(((tokens[:, None] - expected).abs() <= 1).all()) and int(tokens[0]) == 300
     yield is_close(found_logprobs, scaled.gather(1, tokens[:, None])[:, 0])
+    logs = (wide.double() / temperatures[:, None]).logsumexp(-1) - wide.amax(-1) / temperatures
+    yield is_close(found_sums[0], wide.amax(-1)) and is_close(found_sums[1], logs)
 
     key, query = torch.arange(37), torch.arange(30, 35)[:, None]
     for window in (None, 20):

@@ -109,14 +109,18 @@ def choose(logits_NV: Tensor, rules: list[Rule], numbers_N: np.ndarray, k: int, 
     others = [i for i, rule in enumerate(rules) if native is None or rule.is_greedy or rule.cuts]
     if native is None or len(others) == len(rules):
         return _choose_by_torch(logits_NV, rules, numbers_N, k)
-    temperatures = np.array([rule.temperature or 1 for rule in rules], np.float32)
-    tokens_N, chosen_N = native.draw(logits_NV, torch.from_numpy(temperatures), numbers_N)
+    temperatures_N = torch.tensor([rule.temperature or 1 for rule in rules], dtype=torch.float32)
+    tokens_N, chosen_N, largest_N, logs_N = native.draw(logits_NV, temperatures_N, numbers_N)
+    found = [tokens_N, chosen_N]
+    if k:
+        tops, values = best(logits_NV, k)
+        # As compiled functions compute the log probability of the token that they draw.
+        found += [tops, values.sub_(largest_N[:, None]).div_(temperatures_N[:, None]).sub_(logs_N[:, None])]
     if others:
-        tokens_N[others], chosen_N[others] = _choose_by_torch(
-            logits_NV[others], [rules[i] for i in others], numbers_N[others], 0
-        )
-    tops = best(scaled_logprobs(logits_NV, DrawRules.of(rules, logits_NV.device)), k) if k else ()
-    return [tokens_N, chosen_N, *tops]
+        theirs = _choose_by_torch(logits_NV[others], [rules[i] for i in others], numbers_N[others], k)
+        for ours, other in zip(found, theirs, strict=True):
+            ours[others] = other
+    return found
 
 
 def _choose_by_torch(logits_NV: Tensor, rules: list[Rule], numbers_N: np.ndarray, k: int) -> list[Tensor]:
@@ -170,6 +174,6 @@ def _invert(weights_NV: Tensor, numbers_N: Tensor) -> Tensor:
 
 
 def best(logprobs_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k most likely tokens of each row and their log probabilities."""
+    """Return the k most likely tokens of each row and their log probabilities, or logits."""
     values, tokens = logprobs_NV.topk(k, -1)
     return tokens, values
