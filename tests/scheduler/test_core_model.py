@@ -220,7 +220,7 @@ def test_a_forgotten_waiter_is_found(monkeypatch):
 
 def test_a_starved_run_is_found(monkeypatch):
     """Runs that wait are never let in while others are loaded."""
-    policy = tuple(one for one in policies.POLICIES if one is not policies.evict_for_waiting)
+    policy = tuple(one for one in policies.POLICIES if one.decide is not policies.evict_for_waiting)
     monkeypatch.setattr(policies, "POLICIES", policy)
     assert find_bug()
 

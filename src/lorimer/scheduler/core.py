@@ -30,7 +30,7 @@ from lorimer.scheduler.engine_commands import barrier_commands, explain
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import Load, SaveEphemeral, decode_payload
-from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState, index_run, late
+from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState, late
 from lorimer.scheduler.samples import Sample, Sampling
 from lorimer.scheduler.shares import FairShare, SharedLimit
 from lorimer.scheduler.stats import TokenRate
@@ -82,8 +82,13 @@ class Core:
         self.idle = policies.Idle() if placement.is_full(place) else None
         """When an engine that ends without work had its last; None for one that stays."""
         self.is_closing = self.is_closed = self.is_drain_over = False
+        self.is_isolating = False
+        """Only suspects run, one at a time, to find out what kills engines."""
+        self.touched: dict[RunState, None] = {}
+        """Runs that changed, to be looked at before this turn of the loop ends."""
         self._effects: list[Effect] = []
-        self._touched: dict[RunState, None] = {}
+        self.emit = self._effects.append
+        """Call with each effect."""
         self._commits: dict[journal.Transaction, RunState | None] = {}
         self._names = random.Random(seed)
 
@@ -92,12 +97,9 @@ class Core:
         self.now = now
         for event in happened:
             self._dispatch(event)
-        self._settle()
-        for policy in policies.POLICIES:
-            policy(self)
-            if self._touched:
-                self._settle()
-        effects, self._effects = self._effects, []
+        policies.decide(self)
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
     def _dispatch(self, event: Event) -> None:  # noqa: C901 (one case for each event)
@@ -149,9 +151,6 @@ class Core:
 
     # ── effects ───────────────────────────────────────────────────────────────────────────────────────
 
-    def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
-
     def commit(self, transaction: journal.Transaction, run: RunState | None = None) -> None:
         """Commit a transaction. ``run`` is not restored from its journal before the transaction ends."""
         self._commits[transaction] = run
@@ -178,18 +177,7 @@ class Core:
 
     def touch(self, run: RunState) -> None:
         """Mark a run to be looked at again before this turn of the loop ends."""
-        self._touched[run] = None
-
-    def _settle(self) -> None:
-        """Advance every run that changed as far as possible, and update the indexes."""
-        while self._touched:
-            run = next(iter(self._touched))
-            del self._touched[run]
-            policies.advance_run(self, run)
-            index_run(self.held, run, run.phase in ("loaded", "restoring"))
-            index_run(self.ready, run, bool(run.ready))
-            index_run(self.leaving, run, run.is_leaving)
-            self.waiting.update(run, run.phase == "absent" and run.has_work and run.retry_at <= self.now)
+        self.touched[run] = None
 
     # ── accepting operations of runs ──────────────────────────────────────────────────────────────────
 
@@ -568,13 +556,6 @@ class Core:
         suspect.blame()
         if suspect not in self.suspects:
             self.suspects.append(suspect)
-
-    @property
-    def is_isolating(self) -> bool:
-        """Whether only suspects run, one at a time, to find out what kills engines."""
-        if self.suspects:
-            self.suspects = [suspect for suspect in self.suspects if suspect.is_suspect]
-        return bool(self.suspects)
 
     @property
     def is_busy(self) -> bool:

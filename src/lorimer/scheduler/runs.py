@@ -246,6 +246,8 @@ class RunState:
     """The request that created it, until that is answered."""
     restore: Restore | None = None
     saving: Saving | None = None
+    is_leaving: bool = False
+    """It is being saved before its eviction."""
     loading: Operation | None = None
     """A load in progress, after which the run may have to be restored; nothing is sent behind it."""
     num_commits: int = 0
@@ -300,10 +302,6 @@ class RunState:
         return self.phase in ("absent", "corrupted") and is_quiet
 
     @property
-    def is_leaving(self) -> bool:
-        return self.saving is not None and self.saving.purpose == "park"
-
-    @property
     def is_suspect(self) -> bool:
         return self.deaths >= SUSPICIOUS_DEATHS and self.phase != "corrupted" and self.has_work
 
@@ -320,8 +318,7 @@ class RunState:
     @property
     def ready(self) -> Sequence[Operation]:
         """Operations that can be sent to the engine now, in order."""
-        is_blocked = self.loading is not None or self.is_leaving or self.is_abandoning
-        if self.lane is None or self.phase != "loaded" or is_blocked:
+        if self.lane is None or self.phase != "loaded" or self.loading or self.is_leaving or self.is_abandoning:
             return ()
         return self.lane.ready
 
@@ -402,7 +399,7 @@ class RunState:
         self.is_abandoning = False
 
     def begin_saving(self, purpose: SavingPurpose, *, is_forced: bool = False) -> Saving:
-        self.saving = Saving(purpose, is_forced)
+        self.saving, self.is_leaving = Saving(purpose, is_forced), purpose == "park"
         return self.saving
 
     def write_saving(self, saving: Saving, name: str) -> None:
@@ -419,13 +416,13 @@ class RunState:
         self.snapshot_cost = self.snapshot_cost or seconds
 
     def end_saving(self) -> None:
-        self.saving = None
+        self.saving, self.is_leaving = None, False
 
     def lose_saving(self) -> None:
         """Record that the engine ended before it had written the snapshot."""
         if self.saving is not None:
             self.work_seconds += self.saving.work_seconds
-            self.saving = None
+            self.end_saving()
 
     def put_off(self, retry_at: float) -> None:
         """Record that restoring failed; it may be retried at ``retry_at``."""
@@ -505,14 +502,6 @@ class RunState:
         self.lane = self.loading = None
         self.gap.is_timed = False
         self.running, self.replays = set(), set()
-
-
-def index_run(runs: dict[str, RunState], run: RunState, is_in: bool) -> None:
-    """Add a run to an index by model_id, or drop it."""
-    if is_in:
-        runs[run.model_id] = run
-    else:
-        runs.pop(run.model_id, None)
 
 
 def late(operation: Operation) -> InvalidInput:
