@@ -1,4 +1,4 @@
-"""What the scheduler does next: `settle` advances each run that changed, then the policies of the list `POLICIES` decide.
+"""What the scheduler does next: `settle` advances the runs that changed, then the policies in `POLICIES` decide.
 
 Runs that wait for an engine take turns with those it holds: runs whose clients are away are evicted first; if there are
 none, those loaded longest make room for those that have waited longest. All waiting runs are loaded together, and the
