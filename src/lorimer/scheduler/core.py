@@ -234,19 +234,15 @@ class Core:
             self.touch(run)
 
     def _arrive(self, run: RunState, operation: Operation) -> None:
-        run.use(self.now)
-        self._count(operation)
-        is_in_time = run.accept(operation)
+        self.fair.enter(operation.user_id)
+        self.open_bytes.take(operation.user_id, operation.size)
+        self.num_open += 1
+        is_in_time = run.accept(operation, self.now)
         if run.phase == "corrupted":
             self.fail(operation, InvalidInput(run.error))
         elif not is_in_time:
             self.fail(operation, late(operation))
         self.touch(run)
-
-    def _count(self, operation: Operation) -> None:
-        self.fair.enter(operation.user_id)
-        self.open_bytes.take(operation.user_id, operation.size)
-        self.num_open += 1
 
     def _arrived(self, event: events.Arrived) -> None:
         """Execute an operation that another process or an earlier server accepted."""
@@ -291,14 +287,18 @@ class Core:
                 )
                 for command in commands:
                     self.emit(Send(command, to))
-        early = {operation: operation.early for operation in turn.training if operation.early is not None}
+        unsent: list[Operation] = []
+        answered: list[tuple[Operation, Flight]] = []
         for operation in turn.training:
-            self._take(sent, operation, operation.early or Flight())
-        if unsent := [operation for operation in turn.training if operation not in early]:
+            flight = self._take(sent, operation, operation.early or Flight())
+            if not flight.is_early:
+                unsent.append(operation)
+            elif flight.is_complete:
+                answered.append((operation, flight))
+        if unsent:
             self.emit(events.SendBatch(unsent))
-        for operation, flight in early.items():
-            if flight.is_complete:
-                self._complete(operation, flight)
+        for operation, flight in answered:
+            self._complete(operation, flight)
         for operation, flight, reason in undecodable:
             self._replied(events.OperationReply(operation, flight), reason)
 
@@ -306,9 +306,11 @@ class Core:
         run = self.runs[operation.lane]
         run.send(operation, flight, self.now)
         self.touch(run)
+        cost = operation.cost
         sent.unanswered[flight] = operation
+        sent.cost += cost
         if not operation.is_replay:
-            self.fair.charge(operation.user_id, operation.cost)
+            self.fair.charge(operation.user_id, cost)
         return flight
 
     # ── replies ───────────────────────────────────────────────────────────────────────────────────────
@@ -318,11 +320,12 @@ class Core:
             return  # `EngineEnded` follows, and resets everything
         match to:
             case events.OperationReply(operation=operation, flight=flight):
-                flight.replies.append(reply)
-                self.early.replied(flight)
-                if flight.is_complete and operation.flight is flight:
+                is_complete = flight.receive(reply)
+                if flight.is_early:
+                    self.early.replied(flight)
+                if is_complete and operation.flight is flight:
                     self._complete(operation, flight)
-                elif flight.is_complete:
+                elif is_complete:
                     self._discard_stale(flight)
             case events.RestoreReply(model_id=model_id, restore=number):
                 run = self.runs.get(model_id)
@@ -362,7 +365,8 @@ class Core:
             self._refuse(run, operation, flight, flight.error)
         elif operation.is_replay:
             operation.advance("done")
-            run.end_load(operation)
+            if run.loading is operation:
+                run.end_load()
         else:
             operation.advance("committing")
             operation.answered = self.now
@@ -375,18 +379,16 @@ class Core:
     def _account(self, flight: Flight) -> None:
         """Charge a turn's time to its runs once all its replies have arrived."""
         for turn in self.turns:
-            turn.unanswered.pop(flight, None)
-        done = [turn for turn in self.turns if not turn.unanswered]
-        if not done:
+            if turn.unanswered.pop(flight, None) is not None and not turn.unanswered:
+                break
+        else:
             return
-        self.turns = [turn for turn in self.turns if turn.unanswered]
-        answered = [operation for turn in done for operation in turn.operations]
+        self.turns.remove(turn)
         seconds, self.turn_began = self.now - self.turn_began, self.now
-        total = sum(operation.cost for operation in answered)
-        for operation in answered:
+        for operation in turn.operations:
             operation.deaths = 0
             if (run := self.runs.get(operation.lane)) is not None:
-                run.credit(operation, seconds * operation.cost / total)
+                run.credit(operation, seconds * operation.cost / turn.cost)
                 self.touch(run)
             self.trained.add(0 if operation.is_replay else operation.tokens, self.now)
 
@@ -405,7 +407,8 @@ class Core:
         self.fail(operation, explain(flight, error))
         # The engine may have executed the first command of a load, which ends with a snapshot.
         is_applied |= operation.kind == "load_weights" and not isinstance(flight.replies[0], Exception)
-        run.end_load(operation)
+        if run.loading is operation:
+            run.end_load()
         if is_applied and operation.kind in REPLAYED and run.phase == "loaded":
             # The engine's run differs from the journal: restore it, and replay what follows.
             restoring.drop(self, run)
@@ -431,8 +434,7 @@ class Core:
         operation.flight = None
         self.open.pop(operation.request_id, None)
         run = self.runs.get(operation.lane)
-        if run is not None and run.forget(operation):
-            run.use(self.now)
+        if run is not None and run.forget(operation, self.now):
             self.open_bytes.give_back(operation.user_id, operation.size)
             self.num_open -= 1
             self.fair.leave(operation.user_id)
@@ -535,7 +537,8 @@ class Core:
             self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
         elif finished.snapshot is not None:
             snapshots.adopt(self, run, *finished.snapshot)
-        run.end_load(operation)
+        if run.loading is operation:
+            run.end_load()
         self.resolve(operation, finished.outcome)
 
     # ── engines come and go ───────────────────────────────────────────────────────────────────────────

@@ -132,7 +132,7 @@ class Operation:
         self.status = status
 
     def send_early(self) -> "Flight":
-        self.early = Flight()
+        self.early = Flight(is_early=True)
         return self.early
 
     @property
@@ -164,6 +164,10 @@ class Flight:
     """Name of the directory that the engine writes."""
     replies: list[Any] = field(default_factory=list)
     """A result or an exception for each command."""
+    error: Exception | None = None
+    """The first of them."""
+    is_early: bool = False
+    """It was sent before the row of its operation was committed."""
     verified: str | None = None
     """For a load: the run's previous newest snapshot, if it was found intact."""
     is_verifying: bool = False
@@ -171,13 +175,16 @@ class Flight:
     is_committing: bool = False
     """For a load: the transaction that ends it is in progress."""
 
+    def receive(self, reply: Any) -> bool:
+        """Keep the reply to the next command. Return whether it was the last."""
+        self.replies.append(reply)
+        if self.error is None and isinstance(reply, Exception):
+            self.error = reply
+        return self.is_complete
+
     @property
     def is_complete(self) -> bool:
         return len(self.replies) == self.num_commands
-
-    @property
-    def error(self) -> Exception | None:
-        return next((reply for reply in self.replies if isinstance(reply, Exception)), None)
 
 
 # ── one run ───────────────────────────────────────────────────────────────────────────────────────────
@@ -232,6 +239,7 @@ class Saving:
 class RunState:
     row: Run
     last_used: float
+    """When a client last used it or got a result of it."""
     model_id: str = field(init=False)
     phase: Phase = "absent"
     error: str = ""
@@ -346,8 +354,9 @@ class RunState:
         assert phase in PHASE_STEPS[self.phase], f"{self.phase} → {phase} of {self.model_id}"
         self.phase = phase
 
-    def accept(self, operation: Operation) -> bool:
+    def accept(self, operation: Operation, now: float) -> bool:
         """Add an operation whose row is committed. Return False if the run is already beyond its seq_id."""
+        self.last_used = now
         self.operations[operation.seq_id] = operation
         if operation.status != "received":
             return True  # the lane was rebuilt from the journal, which included its row
@@ -358,12 +367,13 @@ class RunState:
             self.lane.add(operation)
         return True
 
-    def forget(self, operation: Operation) -> bool:
+    def forget(self, operation: Operation, now: float) -> bool:
         """Drop an operation whose end is committed. Return False if it was dropped before."""
         self.running.discard(operation)
         if self.operations.get(operation.seq_id) is not operation:
             return False
         del self.operations[operation.seq_id]
+        self.last_used = now
         return True
 
     def corrupt(self, reason: str) -> None:
@@ -375,10 +385,6 @@ class RunState:
     def blame(self) -> None:
         """An engine ended while it restored the run."""
         self.deaths += 1
-
-    def use(self, now: float) -> None:
-        """Record that a client used the run or received a result of it."""
-        self.last_used = now
 
     def adopt(self, row: Run) -> None:
         """Replace its row by the one in the store."""
@@ -467,9 +473,8 @@ class RunState:
             self.deaths = 0
         self.work_seconds += seconds
 
-    def end_load(self, operation: Operation) -> None:
-        if self.loading is operation:
-            self.loading = None
+    def end_load(self) -> None:
+        self.loading = None
 
     def begin_restore(self) -> Restore:
         self.enter("restoring")
