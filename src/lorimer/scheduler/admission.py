@@ -18,12 +18,6 @@ MAX_RANK = 512
 """The engine's own limit, repeated here so that a larger rank is refused immediately."""
 
 
-def check_seq_id(seq_id: int) -> int:
-    if not 1 <= seq_id < 2**31:
-        raise InvalidInput(f"seq_id is {seq_id}; 1 to 2**31 - 1 is accepted")
-    return seq_id
-
-
 def check_rank(rank: int) -> int:
     if not 1 <= rank <= MAX_RANK:
         raise InvalidInput(f"lora_config.rank is {rank}; 1 to {MAX_RANK} is accepted")

@@ -30,7 +30,7 @@ from lorimer.scheduler.events import Effect, Event, OperationReply, Replied
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import CreateLoss, Load, decode_payload
 from lorimer.scheduler.placement import Load as ReplicaLoad
-from lorimer.scheduler.placement import is_sampler
+from lorimer.scheduler.placement import kind_of
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.runs import Flight, Journal, Operation, QueueState
 from lorimer.scheduler.samples import Sample
@@ -78,7 +78,7 @@ class Driver:
         launcher: Launcher,
     ) -> None:
         """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
-        self.name, self.place = name, place
+        self.name, self.place, self.kind = name, place, kind_of(place)
         directory = scratch.directory
         if config.vllm is not None:
             limits = dataclasses.replace(limits, max_loaded_samplers=config.vllm.max_loras)
@@ -112,7 +112,7 @@ class Driver:
     def load(self) -> ReplicaLoad:
         core = self.core
         num_samples = core.sampling.num_waiting + core.sampling.num_running
-        is_usable = self.slot.is_ready if is_sampler(self.place) else self.slot.state != "failed"
+        is_usable = self.slot.is_ready if self.kind == "sampler" else self.slot.state != "failed"
         return ReplicaLoad(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
 
     def holds(self, model_id: str) -> bool:
