@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lorimer.scheduler import core, events, journal, policies, runs, snapshots
-from lorimer.scheduler.early import EarlyForward
+from lorimer.scheduler.policies import EarlyForward
 from lorimer.scheduler.runs import PHASE_STEPS, STATUS_STEPS, Operation, RunState
 from lorimer.store.runs import Run
 from tests.scheduler.test_eviction import ROW as VALUES

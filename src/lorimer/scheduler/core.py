@@ -25,7 +25,6 @@ from lorimer.errors import (
 from lorimer.scheduler import engine_deaths, events, journal, placement, policies, restoring, snapshots
 from lorimer.scheduler.batching import SentTurn, Turn
 from lorimer.scheduler.custom_loss import LossChecks
-from lorimer.scheduler.early import EarlyForward
 from lorimer.scheduler.engine_commands import barrier_commands, explain
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
@@ -75,7 +74,7 @@ class Core:
         self.num_open = 0
         self.sampling = Sampling(self)
         self.losses = LossChecks(self)
-        self.early = EarlyForward(self)
+        self.early = policies.EarlyForward(self)
         self.suspects: list[Operation | RunState] = []
         self.last_eviction = policies.Eviction()
         self.is_evict_timer_set = False

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from lorimer.errors import Busy, InvalidInput, LorimerError
 from lorimer.scheduler import journal, restoring, snapshots
 from lorimer.scheduler.batching import Queue, next_turn
-from lorimer.scheduler.events import Closed, SetTimer, Timer
-from lorimer.scheduler.runs import Operation, Outcome, RunState
+from lorimer.scheduler.events import Closed, SendEarly, SetTimer, Timer
+from lorimer.scheduler.runs import Flight, Operation, Outcome, RunState
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
@@ -76,6 +76,38 @@ class Idle:
     is_over: bool = False
     """Nothing will come: its run was unloaded, or has been idle long enough."""
     is_timed: bool = False
+
+
+class EarlyForward:
+    """The one ``forward`` that an idle engine may compute while its row is being committed.
+
+    A ``forward`` changes nothing, so that one whose row is not accepted costs only its computation. The order of
+    commits and answers stays: the client gets its ``request_id`` after the row is committed, and the reply is used only
+    from then on, when the operation's turn comes.
+    """
+
+    def __init__(self, core: "Core") -> None:
+        self._core = core
+        self._flight: Flight | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._flight is not None
+
+    def begin(self, run: RunState, operation: Operation) -> None:
+        """Send an operation that is about to be committed if it is certain to be the next of an idle engine."""
+        core = self._core
+        is_next = run.is_next(operation) and operation.kind == "forward"
+        if is_next and core.is_ready and not (core.turns or core.is_closing or core.is_isolating or self.is_running):
+            self._flight = operation.send_early()
+            core.emit(SendEarly(operation, self._flight))
+
+    def replied(self, flight: Flight) -> None:
+        if flight is self._flight:
+            self._flight = None
+
+    def engine_ended(self) -> None:
+        self._flight = None
 
 
 def restore_waiting(core: "Core") -> None:

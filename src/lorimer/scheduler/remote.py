@@ -20,7 +20,6 @@ from lorimer.engine.messages import ModelInfo
 from lorimer.errors import Busy, EngineError, InvalidInput, StorageError
 from lorimer.scheduler import events, journal
 from lorimer.scheduler.doors import DoorClient
-from lorimer.scheduler.finished_samples import CLONE_STRIDE, Completion
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.placement import (
     AcceptAt,
@@ -31,6 +30,7 @@ from lorimer.scheduler.placement import (
     kind_of,
     replica_configs,
 )
+from lorimer.scheduler.results import CLONE_STRIDE, Completion
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler

@@ -26,7 +26,6 @@ from lorimer.scheduler.admission import (
     values_of_weights,
 )
 from lorimer.scheduler.custom_loss import check_loss_id, loss_id
-from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.placement import (
@@ -41,7 +40,7 @@ from lorimer.scheduler.placement import (
     sample_key,
     vllm_lacks,
 )
-from lorimer.scheduler.results import Results
+from lorimer.scheduler.results import Completion, FinishedSamples, Results
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import STATES, ReplicaStatus, SchedulerStats, ServedModel, combine, take_stats
