@@ -84,9 +84,10 @@ def _fill(queues: Sequence[Queue], accounts: dict[str, float], token_budget: int
     for number, queue in enumerate(queues):
         if prefix := _prefix(queue, token_budget)[::-1]:
             by_user.setdefault(queue.user_id, []).append((prefix[-1].received, number, prefix))
-    for runs in by_user.values():
+    users: list[tuple[float, str]] = []
+    for user, runs in by_user.items():
         heapq.heapify(runs)
-    users = [(accounts[user], user) for user in by_user]
+        users.append((accounts[user], user))
     heapq.heapify(users)
     taken: list[Operation] = []
     room = token_budget

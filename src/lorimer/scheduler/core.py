@@ -197,7 +197,8 @@ class Core:
         moves_run = run.row.replica != self.place
         has_passed = run.has_passed(operation.seq_id)
         self.commit(journal.Accept(operation, has_passed, self.limits.max_stored_bytes, moves_run))
-        self.early.begin(run, operation)
+        if operation.kind == "forward":
+            self.early.begin(run, operation)
 
     def adopts(self, operation: Operation, row: FutureRow, is_new: bool) -> bool:
         """Return whether ``operation`` executes the row just committed.
@@ -319,12 +320,12 @@ class Core:
             return  # `EngineEnded` follows, and resets everything
         match to:
             case events.OperationReply(operation=operation, flight=flight):
-                is_complete = flight.receive(reply)
+                flight.receive(reply)
                 if flight.is_early:
                     self.early.replied(flight)
-                if is_complete and operation.flight is flight:
+                if flight.is_complete and operation.flight is flight:
                     self._complete(operation, flight)
-                elif is_complete:
+                elif flight.is_complete:
                     self._discard_stale(flight)
             case events.RestoreReply(model_id=model_id, restore=number):
                 run = self.runs.get(model_id)

@@ -418,7 +418,7 @@ class FinishOperation(Transaction):
     def _finish_training(self, c: Connection, result: messages.TrainResult) -> Outcome:
         operation = self.operation
         # The reply's count, because the operation's own is an estimate for images without a count.
-        tokens = sum(len(logprobs) for logprobs in result.logprobs)
+        tokens = sum(map(len, result.logprobs))
         used = _used(operation, self.run.project_id, self.run.base_model, "training", tokens)
         encoded = encode_forward_backward_output(wire_training_output(result))
         outcome, is_new = _end(c, operation, encoded, "protobuf", [used])

@@ -95,10 +95,10 @@ class EarlyForward:
         return self._flight is not None
 
     def begin(self, run: RunState, operation: Operation) -> None:
-        """Send an operation that is about to be committed if it is certain to be the next of an idle engine."""
+        """Send a ``forward`` that is about to be committed if it is certain to be the next of an idle engine."""
         core = self._core
-        is_next = run.is_next(operation) and operation.kind == "forward"
-        if is_next and core.is_ready and not (core.turns or core.is_closing or core.is_isolating or self.is_running):
+        is_engine_idle = core.is_ready and not (core.turns or core.is_isolating or self.is_running)
+        if is_engine_idle and not core.is_closing and run.is_next(operation):
             self._flight = operation.send_early()
             core.emit(SendEarly(operation, self._flight))
 

@@ -164,8 +164,9 @@ class Flight:
     """Name of the directory that the engine writes."""
     replies: list[Any] = field(default_factory=list)
     """A result or an exception for each command."""
+    is_complete: bool = False
     error: Exception | None = None
-    """The first of them."""
+    """The first of the replies that is one."""
     is_early: bool = False
     """It was sent before the row of its operation was committed."""
     verified: str | None = None
@@ -175,16 +176,12 @@ class Flight:
     is_committing: bool = False
     """For a load: the transaction that ends it is in progress."""
 
-    def receive(self, reply: Any) -> bool:
-        """Keep the reply to the next command. Return whether it was the last."""
+    def receive(self, reply: Any) -> None:
+        """Keep the reply to the next command."""
         self.replies.append(reply)
+        self.is_complete = len(self.replies) == self.num_commands
         if self.error is None and isinstance(reply, Exception):
             self.error = reply
-        return self.is_complete
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.replies) == self.num_commands
 
 
 # ── one run ───────────────────────────────────────────────────────────────────────────────────────────
