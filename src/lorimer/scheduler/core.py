@@ -109,6 +109,11 @@ class Core:
                 self.losses.submit(operation)
             case events.Submitted(operation=operation, run=Run() as row):
                 self._submit(operation, row)
+            case events.Committed(transaction=transaction, result=result):
+                self._end_commit(transaction)
+                self._committed(transaction, result)
+            case events.Replied(to=to, reply=reply):
+                self._replied(to, reply)
             case events.CreateSubmitted(transaction=transaction):
                 self.commit(transaction)
             case events.UnloadSubmitted(operation=operation, run=row):
@@ -121,14 +126,9 @@ class Core:
                 self._unload(model_id)
             case events.Refused(model_id=model_id, seq_id=seq_id):
                 self._skip(model_id, seq_id)
-            case events.Committed(transaction=transaction, result=result):
-                self._end_commit(transaction)
-                self._committed(transaction, result)
             case events.CommitFailed(transaction=transaction, error=error):
                 self._end_commit(transaction)
                 self._commit_failed(transaction, error)
-            case events.Replied(to=to, reply=reply):
-                self._replied(to, reply)
             case events.EngineReady(info=info):
                 self.is_ready, self.is_starting, self.token_budget = True, False, info.token_budget
             case events.EngineEnded(reason=reason, is_final=is_final):

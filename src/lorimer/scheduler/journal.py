@@ -7,7 +7,6 @@ an operation return its outcome; if it had already ended, that is the earlier ou
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -58,14 +57,14 @@ REPEATABLE = ("forward", "forward_backward", "optim_step")
 """Kinds whose retry has exactly the same payload."""
 
 
-class Transaction(ABC):
+class Transaction:
     """Base class of all transactions."""
 
     only_reads: ClassVar[bool] = False
 
-    @abstractmethod
     def apply(self, c: Connection) -> Any:
         """Read or change the database."""
+        raise NotImplementedError
 
 
 # ── accepting ─────────────────────────────────────────────────────────────────────────────────────────

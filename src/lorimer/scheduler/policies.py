@@ -154,7 +154,7 @@ def evict_for_waiting(core: "Core") -> None:
 
 def is_away(run: RunState, now: float) -> bool:
     """Return whether a run has not been used for a while."""
-    return run.is_idle and run.last_used <= now - IDLE_SECONDS
+    return run.last_used <= now - IDLE_SECONDS and run.is_idle
 
 
 def runs_to_evict(
@@ -165,11 +165,15 @@ def runs_to_evict(
     First the runs whose clients are away, longest unused first; then, some time after the ``last`` eviction of busy
     runs, runs in use, longest loaded first.
     """
-    staying = [run for run in held if run.phase == "loaded" and run.saving is None]
-    leaving = sorted((run for run in staying if is_away(run, now)), key=lambda run: run.last_used)
-    if now - last.began >= residence(staying, last.num_runs, max_seconds):
-        used = [run for run in staying if not is_away(run, now) and has_been_served(run, now, max_seconds)]
-        leaving += sorted(used, key=lambda run: run.loaded_at)
+    away: list[RunState] = []
+    used: list[RunState] = []
+    for run in held:
+        if run.phase == "loaded" and run.saving is None:
+            (away if is_away(run, now) else used).append(run)
+    leaving = sorted(away, key=attrgetter("last_used"))
+    if now - last.began >= residence([*away, *used], last.num_runs, max_seconds):
+        served = [run for run in used if has_been_served(run, now, max_seconds)]
+        leaving += sorted(served, key=attrgetter("loaded_at"))
     return leaving[:num_wanted]
 
 
