@@ -21,7 +21,6 @@ from lorimer.scheduler import events, journal, payloads
 from lorimer.scheduler.admission import (
     check_fits,
     check_optimizer_state,
-    check_sample,
     values_of_request,
     values_of_weights,
 )
@@ -410,7 +409,6 @@ class Scheduler:
 
         ``has_seed``: the client chose the seed.
         """
-        check_sample(request)
         base_model, weights_id = sampler.base_model, sampler.weights_id
         shape = await self._shape_of(base_model, weights_id)
         replica = self._replica_of_sample(
