@@ -225,6 +225,19 @@ def test_a_starved_run_is_found(monkeypatch):
     assert find_bug()
 
 
+def test_policies_without_anything_to_decide_are_not_called(monkeypatch):
+    called = []
+    spies = [one._replace(decide=lambda core, one=one: called.append(one.decide)) for one in policies.POLICIES]
+    monkeypatch.setattr(policies, "POLICIES", spies)
+    world = World(num_tenants=0)
+    world.core.handle([events.Cancelled("unknown")], world.now)
+    assert called == []
+    world.submit_sample()
+    while world.turn() or world.apply_commit():
+        pass
+    assert called == [policies.send_samples]
+
+
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────────
 
 
