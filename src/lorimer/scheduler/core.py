@@ -87,7 +87,7 @@ class Core:
         """Runs that changed, to be looked at before this turn of the loop ends."""
         self._effects: list[Effect] = []
         self.emit = self._effects.append
-        """Call with each effect."""
+        """Adds an effect to those of this turn."""
         self._commits: dict[journal.Transaction, RunState | None] = {}
         self._names = random.Random(seed)
 
