@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lorimer.scheduler import core, events, journal, policies, runs, snapshots
-from lorimer.scheduler.early import EarlyForward
+from lorimer.scheduler.policies import EarlyForward
 from lorimer.scheduler.runs import PHASE_STEPS, STATUS_STEPS, Operation, RunState
 from lorimer.store.runs import Run
 from tests.scheduler.test_eviction import ROW as VALUES
@@ -220,9 +220,22 @@ def test_a_forgotten_waiter_is_found(monkeypatch):
 
 def test_a_starved_run_is_found(monkeypatch):
     """Runs that wait are never let in while others are loaded."""
-    policy = tuple(one for one in policies.POLICIES if one is not policies.evict_for_waiting)
+    policy = tuple(one for one in policies.POLICIES if one.decide is not policies.evict_for_waiting)
     monkeypatch.setattr(policies, "POLICIES", policy)
     assert find_bug()
+
+
+def test_policies_without_anything_to_decide_are_not_called(monkeypatch):
+    called = []
+    spies = [one._replace(decide=lambda core, one=one: called.append(one.decide)) for one in policies.POLICIES]
+    monkeypatch.setattr(policies, "POLICIES", spies)
+    world = World(num_tenants=0)
+    world.core.handle([events.Cancelled("unknown")], world.now)
+    assert called == []
+    world.submit_sample()
+    while world.turn() or world.apply_commit():
+        pass
+    assert called == [policies.send_samples]
 
 
 # ── the tables ────────────────────────────────────────────────────────────────────────────────────────

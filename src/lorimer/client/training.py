@@ -1,7 +1,7 @@
 """The client of one run: forward and backward passes, optimiser steps, saving and loading.
 
 Every call is numbered before it returns, so that program order is the order of execution; each has a twin ending in
-``_async``, which gives the same future. Numbering and sending are in ``operations.py``.
+``_async``, which gives the same future. Numbering and sending are in ``submit.py``.
 """
 
 import warnings

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lorimer import types
-from lorimer.errors import InvalidInput, Unsupported
+from lorimer.errors import InvalidInput
 from lorimer.store.runs import Run, RunValues
 from lorimer.store.weights import Weights
 
@@ -16,12 +16,6 @@ FULL_SUFFIX = ":full"
 """After the name of a base model, it asks for a full run; for clients that can only ask for an adapter."""
 MAX_RANK = 512
 """The engine's own limit, repeated here so that a larger rank is refused immediately."""
-
-
-def check_seq_id(seq_id: int) -> int:
-    if not 1 <= seq_id < 2**31:
-        raise InvalidInput(f"seq_id is {seq_id}; 1 to 2**31 - 1 is accepted")
-    return seq_id
 
 
 def check_rank(rank: int) -> int:
@@ -137,11 +131,3 @@ def check_fits(run: Run, weights: Weights) -> None:
         theirs, ours = getattr(weights, name), getattr(run, name)
         if theirs != ours:
             raise InvalidInput(f"the weights have {name} {theirs!r}, the run {ours!r}; make a new run from the weights")
-
-
-def check_sample(request: types.SampleRequest) -> None:
-    if request.record_stability_info:
-        raise Unsupported("record_stability_info is not supported: 'stable_reinforce', which needs it, is not")
-    for chunk in request.prompt.chunks:
-        if chunk.type not in ("encoded_text", "image"):
-            raise Unsupported(f"prompt has a chunk of type {chunk.type!r}; accepted are text and images")

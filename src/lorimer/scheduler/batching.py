@@ -29,12 +29,14 @@ class Turn:
         return [*self.barriers, *self.training]
 
 
-@dataclass
+@dataclass(eq=False)
 class SentTurn:
     """A turn sent to the engine."""
 
     operations: list[Operation]
     unanswered: dict[Flight, Operation] = field(default_factory=dict)
+    cost: int = 0
+    """Of all its operations."""
 
 
 def next_turn(
@@ -45,16 +47,23 @@ def next_turn(
     Training goes to the least served user, counting what this turn already gives, one operation at a time, until the
     budget is full. An operation larger than the budget gets its own turn.
     """
-    queues = [queue for queue in queues if queue.operations]
-    if alone:
-        first = [queue.operations[0] for queue in queues[:1]]
-        return Turn([op for op in first if not op.is_training], [op for op in first if op.is_training])
-    barriers = [queue.operations[0] for queue in queues if not queue.operations[0].is_training]
-    accounts = {queue.user_id: served(queue.user_id) for queue in queues}
+    barriers: list[Operation] = []
+    training: list[Queue] = []
+    accounts: dict[str, float] = {}
     for queue in queues:
-        if not queue.operations[0].is_training:
-            accounts[queue.user_id] += BARRIER_TOKENS
-    return Turn(barriers, _fill(queues, accounts, token_budget))
+        if not queue.operations:
+            continue
+        first, user_id = queue.operations[0], queue.user_id
+        if user_id not in accounts:
+            accounts[user_id] = served(user_id)
+        if first.is_training:
+            training.append(queue)
+        else:
+            barriers.append(first)
+            accounts[user_id] += BARRIER_TOKENS
+        if alone:
+            return Turn(barriers, [] if barriers else [first])
+    return Turn(barriers, _fill(training, accounts, token_budget))
 
 
 def _prefix(queue: Queue, token_budget: int) -> list[Operation]:
@@ -75,9 +84,10 @@ def _fill(queues: Sequence[Queue], accounts: dict[str, float], token_budget: int
     for number, queue in enumerate(queues):
         if prefix := _prefix(queue, token_budget)[::-1]:
             by_user.setdefault(queue.user_id, []).append((prefix[-1].received, number, prefix))
-    for runs in by_user.values():
+    users: list[tuple[float, str]] = []
+    for user, runs in by_user.items():
         heapq.heapify(runs)
-    users = [(accounts[user], user) for user in by_user]
+        users.append((accounts[user], user))
     heapq.heapify(users)
     taken: list[Operation] = []
     room = token_budget

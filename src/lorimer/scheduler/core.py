@@ -25,12 +25,11 @@ from lorimer.errors import (
 from lorimer.scheduler import engine_deaths, events, journal, placement, policies, restoring, snapshots
 from lorimer.scheduler.batching import SentTurn, Turn
 from lorimer.scheduler.custom_loss import LossChecks
-from lorimer.scheduler.early import EarlyForward
 from lorimer.scheduler.engine_commands import barrier_commands, explain
 from lorimer.scheduler.events import Admit, Commit, Discard, Effect, Event, Refuse, Report, Resolve, Send
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import Load, SaveEphemeral, decode_payload
-from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState, index_run, late
+from lorimer.scheduler.runs import REPLAYED, Flight, Operation, Outcome, RunState, late
 from lorimer.scheduler.samples import Sample, Sampling
 from lorimer.scheduler.shares import FairShare, SharedLimit
 from lorimer.scheduler.stats import TokenRate
@@ -75,15 +74,20 @@ class Core:
         self.num_open = 0
         self.sampling = Sampling(self)
         self.losses = LossChecks(self)
-        self.early = EarlyForward(self)
+        self.early = policies.EarlyForward(self)
         self.suspects: list[Operation | RunState] = []
         self.last_eviction = policies.Eviction()
         self.is_evict_timer_set = False
         self.idle = policies.Idle() if placement.is_full(place) else None
         """When an engine that ends without work had its last; None for one that stays."""
         self.is_closing = self.is_closed = self.is_drain_over = False
+        self.is_isolating = False
+        """Only suspects run, one at a time, to find out what kills engines."""
+        self.touched: dict[RunState, None] = {}
+        """Runs that changed, to be looked at before this turn of the loop ends."""
         self._effects: list[Effect] = []
-        self._touched: dict[RunState, None] = {}
+        self.emit = self._effects.append
+        """Adds an effect to those of this turn."""
         self._commits: dict[journal.Transaction, RunState | None] = {}
         self._names = random.Random(seed)
 
@@ -92,12 +96,9 @@ class Core:
         self.now = now
         for event in happened:
             self._dispatch(event)
-        self._settle()
-        for policy in policies.POLICIES:
-            policy(self)
-            if self._touched:
-                self._settle()
-        effects, self._effects = self._effects, []
+        policies.decide(self)
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
     def _dispatch(self, event: Event) -> None:  # noqa: C901 (one case for each event)
@@ -108,6 +109,11 @@ class Core:
                 self.losses.submit(operation)
             case events.Submitted(operation=operation, run=Run() as row):
                 self._submit(operation, row)
+            case events.Committed(transaction=transaction, result=result):
+                self._end_commit(transaction)
+                self._committed(transaction, result)
+            case events.Replied(to=to, reply=reply):
+                self._replied(to, reply)
             case events.CreateSubmitted(transaction=transaction):
                 self.commit(transaction)
             case events.UnloadSubmitted(operation=operation, run=row):
@@ -120,14 +126,9 @@ class Core:
                 self._unload(model_id)
             case events.Refused(model_id=model_id, seq_id=seq_id):
                 self._skip(model_id, seq_id)
-            case events.Committed(transaction=transaction, result=result):
-                self._end_commit(transaction)
-                self._committed(transaction, result)
             case events.CommitFailed(transaction=transaction, error=error):
                 self._end_commit(transaction)
                 self._commit_failed(transaction, error)
-            case events.Replied(to=to, reply=reply):
-                self._replied(to, reply)
             case events.EngineReady(info=info):
                 self.is_ready, self.is_starting, self.token_budget = True, False, info.token_budget
             case events.EngineEnded(reason=reason, is_final=is_final):
@@ -148,9 +149,6 @@ class Core:
                 self.emit(events.SetTimer(events.Timer("drain"), policies.DRAIN_SECONDS))
 
     # ── effects ───────────────────────────────────────────────────────────────────────────────────────
-
-    def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
 
     def commit(self, transaction: journal.Transaction, run: RunState | None = None) -> None:
         """Commit a transaction. ``run`` is not restored from its journal before the transaction ends."""
@@ -178,18 +176,7 @@ class Core:
 
     def touch(self, run: RunState) -> None:
         """Mark a run to be looked at again before this turn of the loop ends."""
-        self._touched[run] = None
-
-    def _settle(self) -> None:
-        """Advance every run that changed as far as possible, and update the indexes."""
-        while self._touched:
-            run = next(iter(self._touched))
-            del self._touched[run]
-            policies.advance_run(self, run)
-            index_run(self.held, run, run.phase in ("loaded", "restoring"))
-            index_run(self.ready, run, bool(run.ready))
-            index_run(self.leaving, run, run.is_leaving)
-            self.waiting.update(run, run.phase == "absent" and run.has_work and run.retry_at <= self.now)
+        self.touched[run] = None
 
     # ── accepting operations of runs ──────────────────────────────────────────────────────────────────
 
@@ -210,7 +197,8 @@ class Core:
         moves_run = run.row.replica != self.place
         has_passed = run.has_passed(operation.seq_id)
         self.commit(journal.Accept(operation, has_passed, self.limits.max_stored_bytes, moves_run))
-        self.early.begin(run, operation)
+        if operation.kind == "forward":
+            self.early.begin(run, operation)
 
     def adopts(self, operation: Operation, row: FutureRow, is_new: bool) -> bool:
         """Return whether ``operation`` executes the row just committed.
@@ -246,19 +234,15 @@ class Core:
             self.touch(run)
 
     def _arrive(self, run: RunState, operation: Operation) -> None:
-        run.use(self.now)
-        self._count(operation)
-        is_in_time = run.accept(operation)
+        self.fair.enter(operation.user_id)
+        self.open_bytes.take(operation.user_id, operation.size)
+        self.num_open += 1
+        is_in_time = run.accept(operation, self.now)
         if run.phase == "corrupted":
             self.fail(operation, InvalidInput(run.error))
         elif not is_in_time:
             self.fail(operation, late(operation))
         self.touch(run)
-
-    def _count(self, operation: Operation) -> None:
-        self.fair.enter(operation.user_id)
-        self.open_bytes.take(operation.user_id, operation.size)
-        self.num_open += 1
 
     def _arrived(self, event: events.Arrived) -> None:
         """Execute an operation that another process or an earlier server accepted."""
@@ -303,14 +287,18 @@ class Core:
                 )
                 for command in commands:
                     self.emit(Send(command, to))
-        early = {operation: operation.early for operation in turn.training if operation.early is not None}
+        unsent: list[Operation] = []
+        answered: list[tuple[Operation, Flight]] = []
         for operation in turn.training:
-            self._take(sent, operation, operation.early or Flight())
-        if unsent := [operation for operation in turn.training if operation not in early]:
+            flight = self._take(sent, operation, operation.early or Flight())
+            if not flight.is_early:
+                unsent.append(operation)
+            elif flight.is_complete:
+                answered.append((operation, flight))
+        if unsent:
             self.emit(events.SendBatch(unsent))
-        for operation, flight in early.items():
-            if flight.is_complete:
-                self._complete(operation, flight)
+        for operation, flight in answered:
+            self._complete(operation, flight)
         for operation, flight, reason in undecodable:
             self._replied(events.OperationReply(operation, flight), reason)
 
@@ -318,9 +306,11 @@ class Core:
         run = self.runs[operation.lane]
         run.send(operation, flight, self.now)
         self.touch(run)
+        cost = operation.cost
         sent.unanswered[flight] = operation
+        sent.cost += cost
         if not operation.is_replay:
-            self.fair.charge(operation.user_id, operation.cost)
+            self.fair.charge(operation.user_id, cost)
         return flight
 
     # ── replies ───────────────────────────────────────────────────────────────────────────────────────
@@ -330,8 +320,9 @@ class Core:
             return  # `EngineEnded` follows, and resets everything
         match to:
             case events.OperationReply(operation=operation, flight=flight):
-                flight.replies.append(reply)
-                self.early.replied(flight)
+                flight.receive(reply)
+                if flight.is_early:
+                    self.early.replied(flight)
                 if flight.is_complete and operation.flight is flight:
                     self._complete(operation, flight)
                 elif flight.is_complete:
@@ -374,7 +365,8 @@ class Core:
             self._refuse(run, operation, flight, flight.error)
         elif operation.is_replay:
             operation.advance("done")
-            run.end_load(operation)
+            if run.loading is operation:
+                run.end_load()
         else:
             operation.advance("committing")
             operation.answered = self.now
@@ -387,18 +379,16 @@ class Core:
     def _account(self, flight: Flight) -> None:
         """Charge a turn's time to its runs once all its replies have arrived."""
         for turn in self.turns:
-            turn.unanswered.pop(flight, None)
-        done = [turn for turn in self.turns if not turn.unanswered]
-        if not done:
+            if turn.unanswered.pop(flight, None) is not None and not turn.unanswered:
+                break
+        else:
             return
-        self.turns = [turn for turn in self.turns if turn.unanswered]
-        answered = [operation for turn in done for operation in turn.operations]
+        self.turns.remove(turn)
         seconds, self.turn_began = self.now - self.turn_began, self.now
-        total = sum(operation.cost for operation in answered)
-        for operation in answered:
+        for operation in turn.operations:
             operation.deaths = 0
             if (run := self.runs.get(operation.lane)) is not None:
-                run.credit(operation, seconds * operation.cost / total)
+                run.credit(operation, seconds * operation.cost / turn.cost)
                 self.touch(run)
             self.trained.add(0 if operation.is_replay else operation.tokens, self.now)
 
@@ -417,7 +407,8 @@ class Core:
         self.fail(operation, explain(flight, error))
         # The engine may have executed the first command of a load, which ends with a snapshot.
         is_applied |= operation.kind == "load_weights" and not isinstance(flight.replies[0], Exception)
-        run.end_load(operation)
+        if run.loading is operation:
+            run.end_load()
         if is_applied and operation.kind in REPLAYED and run.phase == "loaded":
             # The engine's run differs from the journal: restore it, and replay what follows.
             restoring.drop(self, run)
@@ -443,8 +434,7 @@ class Core:
         operation.flight = None
         self.open.pop(operation.request_id, None)
         run = self.runs.get(operation.lane)
-        if run is not None and run.forget(operation):
-            run.use(self.now)
+        if run is not None and run.forget(operation, self.now):
             self.open_bytes.give_back(operation.user_id, operation.size)
             self.num_open -= 1
             self.fair.leave(operation.user_id)
@@ -547,7 +537,8 @@ class Core:
             self.emit(Discard("snapshots" if isinstance(flight.payload, Load) else "weights", [flight.target]))
         elif finished.snapshot is not None:
             snapshots.adopt(self, run, *finished.snapshot)
-        run.end_load(operation)
+        if run.loading is operation:
+            run.end_load()
         self.resolve(operation, finished.outcome)
 
     # ── engines come and go ───────────────────────────────────────────────────────────────────────────
@@ -568,13 +559,6 @@ class Core:
         suspect.blame()
         if suspect not in self.suspects:
             self.suspects.append(suspect)
-
-    @property
-    def is_isolating(self) -> bool:
-        """Whether only suspects run, one at a time, to find out what kills engines."""
-        if self.suspects:
-            self.suspects = [suspect for suspect in self.suspects if suspect.is_suspect]
-        return bool(self.suspects)
 
     @property
     def is_busy(self) -> bool:

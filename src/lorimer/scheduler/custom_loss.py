@@ -19,7 +19,7 @@ class LossChecks:
 
     def __init__(self, core: "Core") -> None:
         self._core = core
-        self._waiting: list[Operation] = []
+        self.waiting: list[Operation] = []
         self._running: list[Operation] = []
 
     def submit(self, operation: Operation) -> None:
@@ -32,15 +32,13 @@ class LossChecks:
 
     def arrive(self, operation: Operation) -> None:
         operation.advance("queued")
-        self._waiting.append(operation)
+        self.waiting.append(operation)
 
     def send_next(self) -> None:
-        if not self._waiting:
-            return
         if not self._core.is_ready:
             self._core.start_engine()
             return
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for operation in waiting:
             operation.advance("running")
             operation.flight = Flight(payload=decode_payload(operation.payload))
@@ -73,7 +71,7 @@ class LossChecks:
                 self._core.fail(operation, EngineError(text))
             else:
                 operation.advance("queued")
-                self._waiting.append(operation)
+                self.waiting.append(operation)
 
 
 def loss_id(session_id: str, seq_id: int) -> str:

@@ -9,8 +9,10 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,16 @@ from lorimer.scheduler.core import Core
 from lorimer.scheduler.custom_loss import register_command
 from lorimer.scheduler.engines import EngineSlot
 from lorimer.scheduler.events import Effect, Event, OperationReply, Replied
-from lorimer.scheduler.inbox import Inbox
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.payloads import CreateLoss, Load, decode_payload
 from lorimer.scheduler.placement import Load as ReplicaLoad
-from lorimer.scheduler.placement import is_sampler
+from lorimer.scheduler.placement import kind_of
 from lorimer.scheduler.results import Results
 from lorimer.scheduler.runs import Flight, Journal, Operation, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import ServedModel, queue_state
 from lorimer.scheduler.streaming import DirectSample, new_sample
-from lorimer.scheduler.translate import engine_sample, to_forward_backward
+from lorimer.scheduler.translate import engine_sample
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.store import tokenizers
 from lorimer.store.database import Store
@@ -61,7 +62,7 @@ class _FetchFailed(events.NoReply):
 
 
 class Driver:
-    """One replica of a base model: its core, its engine, and the task that runs them."""
+    """One replica of a base model: its core, its engine, and the loop that runs them."""
 
     def __init__(
         self,
@@ -77,20 +78,25 @@ class Driver:
         launcher: Launcher,
     ) -> None:
         """``name`` is the base model, ``place`` the replica. All drivers of a process share ``known_losses``."""
-        self.name, self.place = name, place
+        self.name, self.place, self.kind = name, place, kind_of(place)
         directory = scratch.directory
         if config.vllm is not None:
             limits = dataclasses.replace(limits, max_loaded_samplers=config.vllm.max_loras)
         elif config.method == "full":
             limits = dataclasses.replace(limits, max_loaded_runs=1, max_loaded_samplers=MAX_FULL_SAMPLERS)
         self.core = Core(name, limits, directory.weights, directory.snapshots, secrets.randbits(128), place)
-        self.inbox = Inbox()
-        self.slot = EngineSlot(name, config, self.inbox, launcher, stall_seconds=limits.stall_seconds)
+        self.slot = EngineSlot(name, config, self, launcher, stall_seconds=limits.stall_seconds)
         self.streams: dict[str, DirectSample] = {}
         """Direct samples in progress, by request_id."""
         self._store, self._scratch, self._results, self._usage = store, scratch, results, usage
         self._known_losses = known_losses
         self._registered_losses: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[object] = deque()
+        """For the next turn."""
+        self._is_turn_due = False
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        """Gets the exception of a turn that fails."""
         self._submits: dict[Operation, asyncio.Future[events.Admit]] = {}
         self._engine_waiters: list[asyncio.Future[ModelInfo]] = []
         self._background: set[asyncio.Future[None]] = set()
@@ -106,7 +112,7 @@ class Driver:
     def load(self) -> ReplicaLoad:
         core = self.core
         num_samples = core.sampling.num_waiting + core.sampling.num_running
-        is_usable = self.slot.is_ready if is_sampler(self.place) else self.slot.state != "failed"
+        is_usable = self.slot.is_ready if self.kind == "sampler" else self.slot.state != "failed"
         return ReplicaLoad(len(core.runs), core.limits.max_loaded_runs, num_samples, core.open_bytes.held, is_usable)
 
     def holds(self, model_id: str) -> bool:
@@ -118,23 +124,20 @@ class Driver:
     @property
     def is_releasable(self) -> bool:
         """Whether another process may compute this replica: nothing runs here, and nothing waits that could."""
-        if self.slot.state not in ("idle", "failed") or not self.inbox.is_empty or self.streams or self._commits:
+        if self.slot.state not in ("idle", "failed") or self._events or self.streams or self._commits:
             return False
         waiting = list(self.core.open.values())
         creates = any(operation.lane.endswith(":models") for operation in waiting)
         return not waiting or (self.slot.refusal is not None and not creates)
-
-    def post(self, event: Event) -> None:
-        self.inbox.post(event)
 
     async def submit(self, operation: Operation, event: Event) -> events.Admit:
         """Submit a request to the core and wait until it is accepted.
 
         The request continues if the caller is cancelled.
         """
-        answer: asyncio.Future[events.Admit] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[events.Admit] = self._loop.create_future()
         self._submits[operation] = answer
-        self.inbox.post(event)
+        self.post(event)
         return await asyncio.shield(answer)
 
     async def info(self) -> ModelInfo:
@@ -148,7 +151,7 @@ class Driver:
         if self.slot.state == "closed":
             raise Busy("the server is shutting down")
         self.slot.start()
-        waiter: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._engine_waiters.append(waiter)
         return await waiter
 
@@ -233,12 +236,38 @@ class Driver:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Run until cancelled. An exception is a bug: the core's state cannot be trusted after it."""
-        while True:
-            happened = [self._observe(event) for event in await self.inbox.take()]
-            effects = self.core.handle([event for event in happened if event is not None], time.monotonic())
-            for effect in effects:
+        """Wait until cancelled. An exception of a turn is a bug: the core's state cannot be trusted after it."""
+        await self._failed
+
+    def post(self, event: object) -> None:
+        """Add an event, on the event loop. Any number of events makes one turn."""
+        self._events.append(event)
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def post_threadsafe(self, event: object) -> None:
+        """Add an event from any thread."""
+        self._events.append(event)
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._turn)
+
+    def _turn(self) -> None:
+        """Pass all events to the core, and perform the effects it asks for."""
+        self._is_turn_due = False  # reset before taking events, so that one that arrives meanwhile makes another turn
+        if self._failed.done():
+            return
+        try:
+            happened: list[Event] = []
+            while self._events:
+                if (event := self._observe(self._events.popleft())) is not None:
+                    happened.append(event)
+            for effect in self.core.handle(happened, time.monotonic()):
                 self._perform(effect)
+        except Exception as error:
+            self._failed.set_exception(error)
 
     def _observe(self, event: object) -> Event | None:
         """Update the driver's own state, and return the event for the core."""
@@ -281,9 +310,9 @@ class Driver:
             case events.Send(command=command, to=to):
                 self.slot.send(command, to)
             case events.SendBatch(operations=operations):
-                self._send_training([(operation, operation.flight) for operation in operations])
-            case events.SendEarly(operation=operation, flight=flight):
-                self._send_training([(operation, flight)], keep_payload=True)
+                self._send_training(operations)
+            case events.SendEarly(operation=operation):
+                self._send_training([operation], is_early=True)
             case events.SendSample(operation=Sample() as sample, sampler_name=name):
                 self._send_sample(sample, name)
             case events.Resolve():
@@ -295,7 +324,7 @@ class Driver:
                 answer.set_exception(error)
                 answer.exception()  # retrieve the exception; the caller may have disconnected
             case events.SetTimer(timer=timer, seconds=seconds):
-                asyncio.get_running_loop().call_later(seconds, self.inbox.post, events.TimerFired(timer))
+                self._loop.call_later(seconds, self.post, events.TimerFired(timer))
             case events.CancelSample(request_id=request_id):
                 self.slot.cancel(request_id)
             case events.StartEngine():
@@ -338,7 +367,7 @@ class Driver:
             except StorageError as error:
                 self._retry_commit(transaction, error, pause)
             except LorimerError as error:
-                self.inbox.post(events.CommitFailed(transaction, error))
+                self.post(events.CommitFailed(transaction, error))
             else:
                 if (commit := self._apply(transaction, pause)) is not None:
                     await asyncio.wait([commit])
@@ -354,26 +383,24 @@ class Driver:
             self._retry_commit(transaction, error, pause)
             return None
         self._commits.add(waiter)
-        waiter.add_done_callback(lambda done: self._on_commit(transaction, done, pause))
+        waiter.add_done_callback(partial(self._applied, transaction, pause))
         return waiter
 
-    def _on_commit(self, transaction: journal.Transaction, done: "asyncio.Future[object]", pause: float) -> None:
+    def _applied(self, transaction: journal.Transaction, pause: float, done: "asyncio.Future[object]") -> None:
         self._commits.discard(done)
         error = done.exception()
-        if error is None:
-            self._committed(transaction, done.result())
-        elif isinstance(error, StorageError):
+        if isinstance(error, StorageError):
             self._retry_commit(transaction, error, pause)
-        else:
+            return
+        if error is not None:
             assert isinstance(error, Exception)
-            self.inbox.post(events.CommitFailed(transaction, error))
-
-    def _committed(self, transaction: journal.Transaction, result: object) -> None:
-        reads = loaded_weights(result) if isinstance(result, Journal) and not self._scratch.is_local else []
-        if reads:
+            self.post(events.CommitFailed(transaction, error))
+            return
+        result = done.result()
+        if isinstance(result, Journal) and not self._scratch.is_local and (reads := loaded_weights(result)):
             self._transfer(self._bring_and_post(reads, events.Committed(transaction, result)))
         else:
-            self.inbox.post(events.Committed(transaction, result))
+            self.post(events.Committed(transaction, result))
 
     async def _bring_and_post(self, reads: list[str], event: events.Committed) -> None:
         """Fetch the weights that operations of a journal load before the run is rebuilt from it."""
@@ -383,16 +410,16 @@ class Driver:
                 await self._scratch.bring_patiently("weights", name, lambda: self._is_storage_given_up)
             except LorimerError as error:  # the engine finds nothing to load, and the operation fails
                 log.error("weights that an operation loads: %s", error)
-        self.inbox.post(event)
+        self.post(event)
 
     def _retry_commit(self, transaction: journal.Transaction, error: StorageError, pause: float) -> None:
         is_submit = isinstance(transaction, journal.ACCEPTING)
         if self._is_storage_given_up or is_submit:
-            self.inbox.post(events.CommitFailed(transaction, error))
+            self.post(events.CommitFailed(transaction, error))
             return
         log.error("the storage failed, retrying in %.1f s: %s", pause, error)
         later = min(2 * pause, MAX_PAUSE_SECONDS)
-        asyncio.get_running_loop().call_later(pause, self._commit, transaction, later)
+        self._loop.call_later(pause, self._commit, transaction, later)
 
     # ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
@@ -421,31 +448,42 @@ class Driver:
             if self.slot.num_deaths == engine:
                 self.slot.send(command, to)
 
-    def _send_training(
-        self, operations: "list[tuple[Operation, Flight | None]]", *, keep_payload: bool = False
-    ) -> None:
-        commands: list[messages.EncodedForwardBackward] = []
+    def _send_training(self, operations: Sequence[Operation], *, is_early: bool = False) -> None:
+        """Send a batch. Payloads are dropped, except of an operation whose row is being committed."""
+        commands: list[messages.ForwardBackward | messages.EncodedForwardBackward] = []
         to: list[events.ReplyTo] = []
-        for operation, flight in operations:
+        for operation in operations:
+            flight = operation.early if is_early else operation.flight
             assert flight is not None
-            reply_to = OperationReply(operation, flight)
+            reply_to, payload = OperationReply(operation, flight), operation.payload
+            if not is_early:
+                operation.payload = b""
             try:
-                commands.append(self._training_command(operation, keep_payload=keep_payload))
-                to.append(reply_to)
+                if self._known_losses:
+                    self._register_loss(payload)
             except Exception as error:
-                self.inbox.post(Replied(reply_to, error))
+                self.post(Replied(reply_to, error))
+                continue
+            commands.append(
+                messages.EncodedForwardBackward(
+                    request_id=operation.request_id,
+                    model_id=operation.lane,
+                    payload=payload,
+                    forward_only=operation.kind == "forward",
+                )
+            )
+            to.append(reply_to)
         if commands:
-            self.slot.train(messages.TrainBatch(operations=[*commands]), to)
+            self.slot.train(messages.TrainBatch(operations=commands), to)
 
-    def _training_command(self, operation: Operation, *, keep_payload: bool) -> messages.EncodedForwardBackward:
-        command = to_forward_backward(operation, keep_payload=keep_payload)
-        loss_fn, config = read_loss(command.payload)
+    def _register_loss(self, payload: bytes) -> None:
+        """Send the engine the custom loss of an operation if it does not have it yet."""
+        loss_fn, config = read_loss(payload)
         loss_id = str(config.get("loss_id")) if loss_fn == "custom" else ""
         if loss_id in self._known_losses and loss_id not in self._registered_losses:
             register = register_command(f"loss:{loss_id}", self._known_losses[loss_id])
             self.slot.send(register, events.NoReply())
             self._registered_losses.add(loss_id)
-        return command
 
     def learn_loss(self, graph: bytes) -> None:
         payload = decode_payload(graph)
@@ -465,7 +503,7 @@ class Driver:
                 stream=sample.is_streaming,
             )
         except Exception as error:
-            self.inbox.post(Replied(to, error))
+            self.post(Replied(to, error))
         else:
             self.slot.send(command, to)
 
@@ -515,7 +553,7 @@ class Driver:
             found = await self._scratch.is_whole("snapshots", name, lambda: self._is_storage_given_up)
         except StorageError:
             found = False  # not known, so the snapshot before it is kept
-        self.inbox.post(events.Verified(model_id, name, found))
+        self.post(events.Verified(model_id, name, found))
 
     async def _publish_tokenizer(self, info: ModelInfo) -> None:
         try:

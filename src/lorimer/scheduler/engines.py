@@ -1,6 +1,6 @@
 """Keeps one engine running: starts it on demand, detects that it died or hangs, and restarts it.
 
-Knows nothing of runs or samples. Everything an engine sends becomes an event in the inbox: `EngineReady`,
+Knows nothing of runs or samples. Everything an engine sends becomes an event for the driver: `EngineReady`,
 `EngineEnded`, `Replied` and `SampleProgress`. Commands of an engine that ends are answered with ``EngineDied``.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from lorimer.engine.config import EngineConfig
 from lorimer.engine.launch import Launcher
@@ -20,12 +20,18 @@ from lorimer.engine.messages import Command, GetStatus, LoadProgress, ModelInfo,
 from lorimer.engine.process import EngineProcess
 from lorimer.errors import EngineDied, InvalidInput, LorimerError
 from lorimer.scheduler.events import EngineEnded, EngineReady, NoReply, Replied, ReplyTo
-from lorimer.scheduler.inbox import Inbox
 
 log = logging.getLogger("lorimer.scheduler")
 
 FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 State = Literal["idle", "starting", "ready", "failed", "closed"]
+
+
+class Inbox(Protocol):
+    """Takes events, on the event loop or from another thread (`Driver`)."""
+
+    def post(self, event: object) -> None: ...
+    def post_threadsafe(self, event: object) -> None: ...
 
 
 class EngineSlot:

@@ -7,7 +7,6 @@ an operation return its outcome; if it had already ended, that is the earlier ou
 
 import hashlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -58,14 +57,14 @@ REPEATABLE = ("forward", "forward_backward", "optim_step")
 """Kinds whose retry has exactly the same payload."""
 
 
-class Transaction(ABC):
+class Transaction:
     """Base class of all transactions."""
 
     only_reads: ClassVar[bool] = False
 
-    @abstractmethod
     def apply(self, c: Connection) -> Any:
         """Read or change the database."""
+        raise NotImplementedError
 
 
 # ── accepting ─────────────────────────────────────────────────────────────────────────────────────────
@@ -418,7 +417,7 @@ class FinishOperation(Transaction):
     def _finish_training(self, c: Connection, result: messages.TrainResult) -> Outcome:
         operation = self.operation
         # The reply's count, because the operation's own is an estimate for images without a count.
-        tokens = sum(len(logprobs) for logprobs in result.logprobs)
+        tokens = sum(map(len, result.logprobs))
         used = _used(operation, self.run.project_id, self.run.base_model, "training", tokens)
         encoded = encode_forward_backward_output(wire_training_output(result))
         outcome, is_new = _end(c, operation, encoded, "protobuf", [used])

@@ -41,7 +41,8 @@ class Lane:
         """The lowest seq_id that has not arrived."""
         self.ready: deque[Operation] = deque()
         """In order, with no missing seq_id before them."""
-        self._held: dict[int, Operation] = {}
+        self.waiting: dict[int, Operation] = {}
+        """By seq_id, those behind a missing one."""
         self._skipped: dict[int, int] = {}
         """Consumed seq_ids behind a missing one: first and last of each range."""
 
@@ -49,24 +50,25 @@ class Lane:
         """Add an operation whose seq_id has neither arrived nor been consumed."""
         if self.has_passed(operation.seq_id):
             raise ValueError(f"operation {operation.seq_id} has already arrived")
-        self._held[operation.seq_id] = operation
+        self.waiting[operation.seq_id] = operation
         self._release()
 
     def skip(self, first: int, last: int | None = None) -> None:
         """Consume seq_ids that have no operation."""
         last = first if last is None else last
-        if last >= self.next_seq and first not in self._held:
+        if last >= self.next_seq and first not in self.waiting:
             start = max(first, self.next_seq)
             self._skipped[start] = max(last, self._skipped.get(start, last))
             self._release()
 
     def has_passed(self, seq_id: int) -> bool:
-        is_known = seq_id < self.next_seq or seq_id in self._held
-        return is_known or any(first <= seq_id <= last for first, last in self._skipped.items())
+        if seq_id < self.next_seq or seq_id in self.waiting:
+            return True
+        return bool(self._skipped) and any(first <= seq_id <= last for first, last in self._skipped.items())
 
     def _release(self) -> None:
         while True:
-            if (operation := self._held.pop(self.next_seq, None)) is not None:
+            if (operation := self.waiting.pop(self.next_seq, None)) is not None:
                 operation.advance("queued")
                 self.ready.append(operation)
                 self.next_seq += 1
@@ -78,14 +80,14 @@ class Lane:
     @property
     def missing(self) -> int | None:
         """The seq_id that later operations wait for, if any."""
-        return self.next_seq if self._held else None
+        return self.next_seq if self.waiting else None
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the first and last seq_id of every gap before the last held operation."""
-        consumed = sorted([*((seq, seq) for seq in self._held), *self._skipped.items()])
+        consumed = sorted([*((seq, seq) for seq in self.waiting), *self._skipped.items()])
         found, expected = [], self.next_seq
         for first, last in consumed:
-            if first > max(self._held, default=0):
+            if first > max(self.waiting, default=0):
                 break
             if first > expected:
                 found.append((expected, first - 1))
@@ -94,13 +96,13 @@ class Lane:
 
     def held(self) -> "list[Operation]":
         """ "Operation"s behind a missing seq_id, in order."""
-        return [self._held[seq] for seq in sorted(self._held)]
+        return [self.waiting[seq] for seq in sorted(self.waiting)]
 
     def give_up(self, gaps: Iterable[tuple[int, int]], operations: "Iterable[Operation]") -> None:
         """Consume the seq_ids of these gaps and of the operations that waited behind them."""
         for operation in operations:
-            if self._held.get(operation.seq_id) is operation:
-                del self._held[operation.seq_id]
+            if self.waiting.get(operation.seq_id) is operation:
+                del self.waiting[operation.seq_id]
                 self._skipped[operation.seq_id] = operation.seq_id
         for first, last in gaps:
             self.skip(first, last)

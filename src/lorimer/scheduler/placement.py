@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 from sqlalchemy import Connection
@@ -32,6 +32,8 @@ MAX_OVERLOAD, SLACK = 1.25, 8
 """A replica with more than this multiple of the mean number of samples, plus the slack, is passed over."""
 _SAMPLER = "#sampler-"
 _FULL = "#full-"
+Kind = Literal["plain", "sampler", "full"]
+"""What a replica computes: adapters, and samples of these and of the base; samples only; full runs, one at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,23 @@ def sampler_name(base_model: str, number: int) -> str:
     return f"{base_model}{_SAMPLER}{number}"
 
 
+def kind_of(place: str) -> Kind:
+    """Return the kind of a replica. The name of a base model has no ``#``."""
+    if _SAMPLER in place:
+        return "sampler"
+    return "full" if _FULL in place else "plain"
+
+
 def is_sampler(place: str) -> bool:
-    """Return whether a replica computes samples only. The name of a base model has no ``#``."""
-    return _SAMPLER in place
+    return kind_of(place) == "sampler"
 
 
 def is_full(place: str) -> bool:
-    """Return whether a replica computes full runs only, one at a time, and samples of their weights."""
-    return _FULL in place
+    return kind_of(place) == "full"
 
 
 def is_plain(place: str) -> bool:
-    """Return whether a replica computes adapters, and samples of these and of the base."""
-    return not (is_sampler(place) or is_full(place))
+    return kind_of(place) == "plain"
 
 
 def full_configs(models: Mapping[str, EngineConfig], number: int) -> dict[str, tuple[str, EngineConfig]]:

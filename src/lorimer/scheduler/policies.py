@@ -1,4 +1,4 @@
-"""What the scheduler does next: `advance_run` for each run that changed, then the policies of the list `POLICIES`.
+"""What the scheduler does next: `settle` advances the runs that changed, then the policies in `POLICIES` decide.
 
 Runs that wait for an engine take turns with those it holds: runs whose clients are away are evicted first; if there are
 none, those loaded longest make room for those that have waited longest. All waiting runs are loaded together, and the
@@ -9,13 +9,14 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from lorimer.errors import Busy, InvalidInput, LorimerError
 from lorimer.scheduler import journal, restoring, snapshots
 from lorimer.scheduler.batching import Queue, next_turn
-from lorimer.scheduler.events import Closed, SetTimer, Timer
-from lorimer.scheduler.runs import Operation, Outcome, RunState
+from lorimer.scheduler.events import Closed, SendEarly, SetTimer, Timer
+from lorimer.scheduler.runs import Flight, Operation, Outcome, RunState
 
 if TYPE_CHECKING:
     from lorimer.scheduler.core import Core
@@ -37,28 +38,24 @@ DRAIN_SECONDS = 5.0
 class WaitingRuns:
     """Runs with work but no engine, longest waiting first."""
 
-    _runs: dict[str, RunState] = field(default_factory=dict)
+    runs: dict[str, RunState] = field(default_factory=dict)
+    """By model_id."""
     _heap: list[tuple[float, int, RunState]] = field(default_factory=list)
     _number: int = 0
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def update(self, run: RunState, is_waiting: bool) -> None:
-        if not is_waiting:
-            self._runs.pop(run.model_id, None)
-        elif self._runs.get(run.model_id) is not run:
-            self._runs[run.model_id] = run
+    def add(self, run: RunState) -> None:
+        if self.runs.get(run.model_id) is not run:
+            self.runs[run.model_id] = run
             self._number += 1
             heapq.heappush(self._heap, (run.waiting_since, self._number, run))
 
     def take(self) -> RunState:
         while True:
             since, _, run = heapq.heappop(self._heap)
-            if self._runs.get(run.model_id) is run and run.waiting_since == since:
-                del self._runs[run.model_id]
+            if self.runs.get(run.model_id) is run and run.waiting_since == since:
+                del self.runs[run.model_id]
                 return run
-            if self._runs.get(run.model_id) is run:
+            if self.runs.get(run.model_id) is run:
                 self._number += 1
                 heapq.heappush(self._heap, (run.waiting_since, self._number, run))
 
@@ -81,19 +78,51 @@ class Idle:
     is_timed: bool = False
 
 
+class EarlyForward:
+    """The one ``forward`` that an idle engine may compute while its row is being committed.
+
+    A ``forward`` changes nothing, so that one whose row is not accepted costs only its computation. The order of
+    commits and answers stays: the client gets its ``request_id`` after the row is committed, and the reply is used only
+    from then on, when the operation's turn comes.
+    """
+
+    def __init__(self, core: "Core") -> None:
+        self._core = core
+        self._flight: Flight | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._flight is not None
+
+    def begin(self, run: RunState, operation: Operation) -> None:
+        """Send a ``forward`` that is about to be committed if it is certain to be the next of an idle engine."""
+        core = self._core
+        is_engine_idle = core.is_ready and not (core.turns or core.is_isolating or self.is_running)
+        if is_engine_idle and not core.is_closing and run.is_next(operation):
+            self._flight = operation.send_early()
+            core.emit(SendEarly(operation, self._flight))
+
+    def replied(self, flight: Flight) -> None:
+        if flight is self._flight:
+            self._flight = None
+
+    def engine_ended(self) -> None:
+        self._flight = None
+
+
 def restore_waiting(core: "Core") -> None:
     """Load runs with work into the engine, as far as it has room."""
-    if not len(core.waiting) or core.is_closing:
+    if core.is_closing:
         return
     if not core.is_ready:
         core.start_engine()
         return
     if core.is_isolating:
         if not core.is_busy and (run := _waiting_suspect(core)) is not None:
-            core.waiting.update(run, False)
+            core.waiting.runs.pop(run.model_id, None)
             restoring.begin(core, run)
         return
-    for _ in range(min(len(core.waiting), core.limits.max_loaded_runs - len(core.held))):
+    for _ in range(min(len(core.waiting.runs), core.limits.max_loaded_runs - len(core.held))):
         restoring.begin(core, core.waiting.take())
 
 
@@ -107,7 +136,7 @@ def _waiting_suspect(core: "Core") -> RunState | None:
 
 def evict_for_waiting(core: "Core") -> None:
     """Evict runs to make room for waiting ones."""
-    num_wanted = len(core.waiting) - len(core.leaving)
+    num_wanted = len(core.waiting.runs) - len(core.leaving)
     has_room = len(core.held) < core.limits.max_loaded_runs
     if num_wanted <= 0 or has_room or core.is_closing or not core.is_ready or core.is_isolating:
         return
@@ -125,7 +154,7 @@ def evict_for_waiting(core: "Core") -> None:
 
 def is_away(run: RunState, now: float) -> bool:
     """Return whether a run has not been used for a while."""
-    return run.is_idle and run.last_used <= now - IDLE_SECONDS
+    return run.last_used <= now - IDLE_SECONDS and run.is_idle
 
 
 def runs_to_evict(
@@ -136,11 +165,15 @@ def runs_to_evict(
     First the runs whose clients are away, longest unused first; then, some time after the ``last`` eviction of busy
     runs, runs in use, longest loaded first.
     """
-    staying = [run for run in held if run.phase == "loaded" and run.saving is None]
-    leaving = sorted((run for run in staying if is_away(run, now)), key=lambda run: run.last_used)
-    if now - last.began >= residence(staying, last.num_runs, max_seconds):
-        used = [run for run in staying if not is_away(run, now) and has_been_served(run, now, max_seconds)]
-        leaving += sorted(used, key=lambda run: run.loaded_at)
+    away: list[RunState] = []
+    used: list[RunState] = []
+    for run in held:
+        if run.phase == "loaded" and run.saving is None:
+            (away if is_away(run, now) else used).append(run)
+    leaving = sorted(away, key=attrgetter("last_used"))
+    if now - last.began >= residence([*away, *used], last.num_runs, max_seconds):
+        served = [run for run in used if has_been_served(run, now, max_seconds)]
+        leaving += sorted(served, key=attrgetter("loaded_at"))
     return leaving[:num_wanted]
 
 
@@ -172,8 +205,9 @@ def objection(core: "Core", run: RunState, operation: Operation) -> LorimerError
     if len(run.operations) >= limits.max_open_operations:
         return Busy(f"run {run.model_id} has {len(run.operations)} unfinished operations; wait for some of them")
     waiting, user_id = core.open_bytes, operation.user_id
-    is_first = not waiting.held_by(user_id) and waiting.held + operation.size <= 2 * waiting.total
-    if waiting.held and not is_first and not waiting.has_room(user_id, operation.size):
+    if not waiting.held or waiting.has_room(user_id, operation.size):
+        return None
+    if waiting.held_by(user_id) or waiting.held + operation.size > 2 * waiting.total:
         return Busy(
             f"operations of {waiting.held} bytes are waiting for {core.name}, {waiting.held_by(user_id)} bytes of "
             f"them yours; {waiting.total} bytes are shared by its users (max_open_bytes): try again in a moment"
@@ -187,15 +221,17 @@ def send_turns(core: "Core") -> None:
         is_isolating = core.is_isolating
         if is_isolating and core.is_busy:
             return
-        ready = [run for run in core.ready.values() if run.ready]
-        if is_isolating:
-            ready = [run for run in ready if run.has_suspect]
-        if not ready:
+        queues: list[Queue] = []
+        served: dict[str, float] = {}
+        for run in core.ready.values():
+            if (ready := run.ready) and (not is_isolating or run.has_suspect):
+                queues.append(Queue(run.row.user_id, ready))
+                served[run.row.user_id] = core.fair.served(run.row.user_id)
+        if not queues:
             return
-        core.fair.reach(min(core.fair.served(run.row.user_id) for run in ready))
+        core.fair.reach(min(served.values()))
         budget = core.limits.turn_tokens or 2 * core.token_budget
-        queues = [Queue(run.row.user_id, run.ready) for run in ready]
-        core.send_turn(next_turn(queues, core.fair.served, budget, alone=is_isolating))
+        core.send_turn(next_turn(queues, served.__getitem__, budget, alone=is_isolating))
 
 
 def send_samples(core: "Core") -> None:
@@ -214,7 +250,7 @@ def end_idle_engine(core: "Core") -> None:
     if idle is None or not core.is_ready or core.is_closing:
         return
     has_run = any(run.phase != "loaded" or run.has_work or run.running or run.replays for run in core.held.values())
-    if core.turns or len(core.waiting) or has_run or any(True for _ in core.sampling.unanswered):
+    if core.turns or core.waiting.runs or has_run or any(True for _ in core.sampling.unanswered):
         idle.since, idle.is_over = None, False
         return
     if idle.since is None:
@@ -258,8 +294,6 @@ def watch_gap(core: "Core", run: RunState) -> None:
     ``gap_seconds`` would wait forever.
     """
     gap, missing = run.gap, run.missing_seq
-    if run.lane is None:
-        return  # what is missing is known when it is loaded
     if missing is None:
         gap.end()
     elif not gap.is_timed and not core.is_closing:
@@ -310,26 +344,65 @@ def timer_fired(core: "Core", timer: Timer) -> None:
             core.touch(run)
 
 
-def advance_run(core: "Core", run: RunState) -> None:
-    """Let a run that changed go on as far as it can."""
-    if run.saving is not None:
-        snapshots.advance(core, run)
-    if run.loading is not None:
-        snapshots.advance_load(core, run)
-    if run.restore is not None:
-        restoring.advance(core, run)
-    watch_gap(core, run)
-    if run.work_seconds:
-        snapshots.take_if_due(core, run)
+# ── every turn ────────────────────────────────────────────────────────────────────────────────────────
 
 
-POLICIES: tuple[Callable[["Core"], None], ...] = (
-    restore_waiting,
-    evict_for_waiting,
-    check_losses,
-    send_turns,
-    send_samples,
-    end_idle_engine,
-    close_when_drained,
+class Policy(NamedTuple):
+    decide: Callable[["Core"], None]
+    concerns: Callable[["Core"], object]
+    """The part of the core that it is about: while that is empty, there is nothing to decide."""
+
+
+POLICIES = (
+    Policy(restore_waiting, attrgetter("waiting.runs")),
+    Policy(evict_for_waiting, attrgetter("waiting.runs")),
+    Policy(check_losses, attrgetter("losses.waiting")),
+    Policy(send_turns, attrgetter("ready")),
+    Policy(send_samples, attrgetter("sampling.waiting")),
+    Policy(end_idle_engine, attrgetter("idle")),
+    Policy(close_when_drained, attrgetter("is_closing")),
 )
 """Applied, in order, at the end of each turn of the loop."""
+
+
+def decide(core: "Core") -> None:
+    """Advance the runs that changed, then apply the policies that have something to decide."""
+    settle(core)
+    if core.suspects:
+        core.suspects = [suspect for suspect in core.suspects if suspect.is_suspect]
+    core.is_isolating = bool(core.suspects)
+    for policy in POLICIES:
+        if policy.concerns(core):
+            policy.decide(core)
+            if core.touched:
+                settle(core)
+
+
+def settle(core: "Core") -> None:
+    """Advance every run that changed as far as possible, and update the indexes."""
+    while core.touched:
+        run = next(iter(core.touched))
+        del core.touched[run]
+        if run.saving is not None:
+            snapshots.advance(core, run)
+        if run.loading is not None:
+            snapshots.advance_load(core, run)
+        if run.restore is not None:
+            restoring.advance(core, run)
+        if run.lane is not None and (run.lane.waiting or run.gap.seq_id is not None):
+            watch_gap(core, run)
+        if 0 < run.work_seconds >= core.limits.snapshot_seconds:
+            snapshots.take_if_due(core, run)
+        for index, is_in in (
+            (core.held, run.phase in ("loaded", "restoring")),
+            (core.ready, bool(run.ready)),
+            (core.leaving, run.is_leaving),
+        ):
+            if is_in:
+                index[run.model_id] = run
+            else:
+                index.pop(run.model_id, None)
+        if run.phase == "absent" and run.has_work and run.retry_at <= core.now:
+            core.waiting.add(run)
+        else:
+            core.waiting.runs.pop(run.model_id, None)

@@ -20,7 +20,6 @@ from lorimer.engine.messages import ModelInfo
 from lorimer.errors import Busy, EngineError, InvalidInput, StorageError
 from lorimer.scheduler import events, journal
 from lorimer.scheduler.doors import DoorClient
-from lorimer.scheduler.finished_samples import CLONE_STRIDE, Completion
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.placement import (
     AcceptAt,
@@ -28,9 +27,10 @@ from lorimer.scheduler.placement import (
     choose_for_run,
     full_configs,
     is_full,
-    is_sampler,
+    kind_of,
     replica_configs,
 )
+from lorimer.scheduler.results import CLONE_STRIDE, Completion
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.scheduler import Accepted, Replica, Scheduler
@@ -55,7 +55,8 @@ class RemoteReplica:
     """A replica that another process computes, or that waits for an owner."""
 
     def __init__(self, row: owners.Replica, scheduler: "RemoteScheduler") -> None:
-        self.name, self.place, self._scheduler = row.base_model, row.name, scheduler
+        self.name, self.place, self.kind = row.base_model, row.name, kind_of(row.name)
+        self._scheduler = scheduler
         self.update(row)
 
     def update(self, row: owners.Replica) -> None:
@@ -69,12 +70,12 @@ class RemoteReplica:
 
     def load(self) -> Load:
         known = {name: self.row.load[name] for name in Load.__dataclass_fields__ if name in self.row.load}
-        if is_full(self.place):  # a process claims it when it has requests
+        if self.kind == "full":  # a process claims it when it has requests
             num_runs = self._scheduler.num_runs_at(self.place) + self.num_placed
             is_usable = not self.is_owned or self.row.state != "failed"
             return Load(**(known if self.is_owned else {}) | {"num_runs": num_runs, "is_usable": is_usable})
         num_runs = known.get("num_runs", 0) + self.num_placed
-        is_usable = self.row.state == "ready" if is_sampler(self.place) else self.row.state != "failed"
+        is_usable = self.row.state == "ready" if self.kind == "sampler" else self.row.state != "failed"
         return Load(**known | {"num_runs": num_runs, "is_usable": self.is_owned and is_usable})
 
     def holds(self, model_id: str) -> bool:
@@ -105,7 +106,7 @@ class RemoteReplica:
         return info
 
     def queue_state(self, operation: Operation) -> tuple[QueueState, str]:
-        if not self.is_owned and is_full(self.place):
+        if not self.is_owned and self.kind == "full":
             return "paused_capacity", f"replica {self.place} waits for a worker with enough free memory"
         if not self.is_owned:
             return "paused_capacity", f"replica {self.place} waits for a process that computes it"
@@ -174,7 +175,7 @@ class RemoteReplica:
         sample = new_sample(self.name, user_id, weights_id, request, grammar, stream)
         self._check_room(sample, self._scheduler.limits)
         door = self._scheduler.door(self.row.door)
-        if door is None and is_full(self.place):
+        if door is None and self.kind == "full":
             self._scheduler.want(self.place)
             raise Busy("these weights wait for a worker with enough free memory to load them; try again in a moment")
         if door is None:
@@ -202,6 +203,7 @@ class RemoteScheduler(Scheduler):
         self._token = door_token
         self._on_keys_changed, self._on_keys_looked_for = on_keys_changed, on_keys_looked_for
         self._remote: dict[str, RemoteReplica] = {}
+        self._replicas = self._remote
         self._doors: dict[str, DoorClient] = {}
         self._wakeups: Wakeups | None = None
         self._waiting: dict[str, set[asyncio.Event]] = {}
@@ -296,12 +298,9 @@ class RemoteScheduler(Scheduler):
 
         self._soon(ask())
 
-    def _all_replicas(self) -> Mapping[str, Replica]:
-        return self._remote
-
     def replica_states(self) -> list[ReplicaStatus]:
         found = [self._remote[replica.place] for name in self.models for replica in self._replicas_of(name)]
-        return [replica.owned_status() for replica in found if replica.is_owned or not is_full(replica.place)]
+        return [replica.owned_status() for replica in found if replica.is_owned or replica.kind != "full"]
 
     def stats(self) -> SchedulerStats:
         return self._stats

@@ -206,9 +206,8 @@ def expire(core: "Core", model_ids: Iterable[str]) -> None:
 
 def forget(core: "Core", run: RunState) -> None:
     """Drop a run about which the store knows everything."""
-    for runs in (core.held, core.ready, core.leaving, core.runs):
+    for runs in (core.held, core.ready, core.leaving, core.waiting.runs, core.runs):
         runs.pop(run.model_id, None)
-    core.waiting.update(run, False)
 
 
 def _drop_from_engine(core: "Core", run: RunState) -> None:

@@ -132,7 +132,7 @@ class Operation:
         self.status = status
 
     def send_early(self) -> "Flight":
-        self.early = Flight()
+        self.early = Flight(is_early=True)
         return self.early
 
     @property
@@ -164,6 +164,11 @@ class Flight:
     """Name of the directory that the engine writes."""
     replies: list[Any] = field(default_factory=list)
     """A result or an exception for each command."""
+    is_complete: bool = False
+    error: Exception | None = None
+    """The first of the replies that is one."""
+    is_early: bool = False
+    """It was sent before the row of its operation was committed."""
     verified: str | None = None
     """For a load: the run's previous newest snapshot, if it was found intact."""
     is_verifying: bool = False
@@ -171,13 +176,12 @@ class Flight:
     is_committing: bool = False
     """For a load: the transaction that ends it is in progress."""
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.replies) == self.num_commands
-
-    @property
-    def error(self) -> Exception | None:
-        return next((reply for reply in self.replies if isinstance(reply, Exception)), None)
+    def receive(self, reply: Any) -> None:
+        """Keep the reply to the next command."""
+        self.replies.append(reply)
+        self.is_complete = len(self.replies) == self.num_commands
+        if self.error is None and isinstance(reply, Exception):
+            self.error = reply
 
 
 # ── one run ───────────────────────────────────────────────────────────────────────────────────────────
@@ -232,6 +236,7 @@ class Saving:
 class RunState:
     row: Run
     last_used: float
+    """When a client last used it or got a result of it."""
     model_id: str = field(init=False)
     phase: Phase = "absent"
     error: str = ""
@@ -246,6 +251,8 @@ class RunState:
     """The request that created it, until that is answered."""
     restore: Restore | None = None
     saving: Saving | None = None
+    is_leaving: bool = False
+    """It is being saved before its eviction."""
     loading: Operation | None = None
     """A load in progress, after which the run may have to be restored; nothing is sent behind it."""
     num_commits: int = 0
@@ -300,10 +307,6 @@ class RunState:
         return self.phase in ("absent", "corrupted") and is_quiet
 
     @property
-    def is_leaving(self) -> bool:
-        return self.saving is not None and self.saving.purpose == "park"
-
-    @property
     def is_suspect(self) -> bool:
         return self.deaths >= SUSPICIOUS_DEATHS and self.phase != "corrupted" and self.has_work
 
@@ -320,8 +323,7 @@ class RunState:
     @property
     def ready(self) -> Sequence[Operation]:
         """Operations that can be sent to the engine now, in order."""
-        is_blocked = self.loading is not None or self.is_leaving or self.is_abandoning
-        if self.lane is None or self.phase != "loaded" or is_blocked:
+        if self.lane is None or self.phase != "loaded" or self.loading or self.is_leaving or self.is_abandoning:
             return ()
         return self.lane.ready
 
@@ -349,8 +351,9 @@ class RunState:
         assert phase in PHASE_STEPS[self.phase], f"{self.phase} → {phase} of {self.model_id}"
         self.phase = phase
 
-    def accept(self, operation: Operation) -> bool:
+    def accept(self, operation: Operation, now: float) -> bool:
         """Add an operation whose row is committed. Return False if the run is already beyond its seq_id."""
+        self.last_used = now
         self.operations[operation.seq_id] = operation
         if operation.status != "received":
             return True  # the lane was rebuilt from the journal, which included its row
@@ -361,12 +364,13 @@ class RunState:
             self.lane.add(operation)
         return True
 
-    def forget(self, operation: Operation) -> bool:
+    def forget(self, operation: Operation, now: float) -> bool:
         """Drop an operation whose end is committed. Return False if it was dropped before."""
         self.running.discard(operation)
         if self.operations.get(operation.seq_id) is not operation:
             return False
         del self.operations[operation.seq_id]
+        self.last_used = now
         return True
 
     def corrupt(self, reason: str) -> None:
@@ -378,10 +382,6 @@ class RunState:
     def blame(self) -> None:
         """An engine ended while it restored the run."""
         self.deaths += 1
-
-    def use(self, now: float) -> None:
-        """Record that a client used the run or received a result of it."""
-        self.last_used = now
 
     def adopt(self, row: Run) -> None:
         """Replace its row by the one in the store."""
@@ -402,7 +402,7 @@ class RunState:
         self.is_abandoning = False
 
     def begin_saving(self, purpose: SavingPurpose, *, is_forced: bool = False) -> Saving:
-        self.saving = Saving(purpose, is_forced)
+        self.saving, self.is_leaving = Saving(purpose, is_forced), purpose == "park"
         return self.saving
 
     def write_saving(self, saving: Saving, name: str) -> None:
@@ -419,13 +419,13 @@ class RunState:
         self.snapshot_cost = self.snapshot_cost or seconds
 
     def end_saving(self) -> None:
-        self.saving = None
+        self.saving, self.is_leaving = None, False
 
     def lose_saving(self) -> None:
         """Record that the engine ended before it had written the snapshot."""
         if self.saving is not None:
             self.work_seconds += self.saving.work_seconds
-            self.saving = None
+            self.end_saving()
 
     def put_off(self, retry_at: float) -> None:
         """Record that restoring failed; it may be retried at ``retry_at``."""
@@ -470,9 +470,8 @@ class RunState:
             self.deaths = 0
         self.work_seconds += seconds
 
-    def end_load(self, operation: Operation) -> None:
-        if self.loading is operation:
-            self.loading = None
+    def end_load(self) -> None:
+        self.loading = None
 
     def begin_restore(self) -> Restore:
         self.enter("restoring")
@@ -505,14 +504,6 @@ class RunState:
         self.lane = self.loading = None
         self.gap.is_timed = False
         self.running, self.replays = set(), set()
-
-
-def index_run(runs: dict[str, RunState], run: RunState, is_in: bool) -> None:
-    """Add a run to an index by model_id, or drop it."""
-    if is_in:
-        runs[run.model_id] = run
-    else:
-        runs.pop(run.model_id, None)
 
 
 def late(operation: Operation) -> InvalidInput:

@@ -87,8 +87,8 @@ class Sampling:
         """By the name of their weights' directory, least recently used first."""
         self.num_waiting = self._num_sequences = 0
         self._core = core
-        self._waiting: dict[str, deque[Sample]] = {}
-        """By user, in order of arrival; users without samples have no entry."""
+        self.waiting: dict[str, deque[Sample]] = {}
+        """Samples to be sent, by user, in order of arrival; users without samples have no entry."""
         self._running: dict[str, Sample] = {}
         self._names: dict[str, str] = {}
         """Directory names by weights_id; weights never change their directory."""
@@ -121,7 +121,7 @@ class Sampling:
             return Busy("the server is shutting down")
         total, limit = self.num_waiting + len(self._running), self._core.limits.max_queued_samples
         own = self.fair.num_open_of(user_id)
-        if total >= 2 * limit or (total >= limit and own * max(1, len(self._waiting)) >= limit):
+        if total >= 2 * limit or (total >= limit and own * max(1, len(self.waiting)) >= limit):
             return Busy(f"{total} samples are waiting for {self._core.name}; try again in a moment")
         return None
 
@@ -153,24 +153,22 @@ class Sampling:
             self.cancel(sample.request_id)
 
     def _enqueue(self, sample: Sample, *, first: bool = False) -> None:
-        queue = self._waiting.setdefault(sample.user_id, deque())
+        queue = self.waiting.setdefault(sample.user_id, deque())
         queue.appendleft(sample) if first else queue.append(sample)
         self.fair.offer(sample.user_id)
         self.num_waiting += 1
 
     def _dequeue(self, sample: Sample) -> None:
-        queue = self._waiting[sample.user_id]
+        queue = self.waiting[sample.user_id]
         queue.popleft() if queue[0] is sample else queue.remove(sample)
         if not queue:
-            del self._waiting[sample.user_id]
+            del self.waiting[sample.user_id]
         self.num_waiting -= 1
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
     def send_next(self) -> None:
         """Send the engine as many samples as it has room for."""
-        if not self._waiting:
-            return
         if not self._core.is_ready:
             self._core.start_engine()
             return
@@ -181,17 +179,17 @@ class Sampling:
             sample.advance("running")
             sample.started, sample.flight, sample.is_sent = self._core.now, Flight(), False
             self.fair.charge(sample.user_id, sample.cost)
-            if sample.user_id in self._waiting:
+            if sample.user_id in self.waiting:
                 self.fair.offer(sample.user_id)
             self._prepare(sample)
 
     def _next(self) -> Sample | None:
-        if not self._waiting:
+        if not self.waiting:
             return None
         if self._core.is_isolating:
             suspects = [one for one in self._core.suspects if isinstance(one, Sample) and one.status == "queued"]
             return None if self._core.is_busy or not suspects else suspects[0]
-        sample = self._waiting[self.fair.least_served(self._waiting)][0]
+        sample = self.waiting[self.fair.least_served(self.waiting)][0]
         is_full = self._num_sequences + sample.request.num_samples > self._core.limits.max_running_samples
         return None if self._running and is_full else sample
 
@@ -399,7 +397,7 @@ class Sampling:
             self._core.blame(sample)
             self._requeue(sample)
         self._uses.clear()
-        for sample in [sample for queue in self._waiting.values() for sample in queue]:
+        for sample in [sample for queue in self.waiting.values() for sample in queue]:
             if sample.is_cancelled:
                 self._give_up(sample, Cancelled("cancelled by the client"))
             elif is_final or not sample.can_repeat or sample.deaths >= self._core.limits.max_engine_deaths:

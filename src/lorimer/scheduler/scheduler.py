@@ -21,29 +21,25 @@ from lorimer.scheduler import events, journal, payloads
 from lorimer.scheduler.admission import (
     check_fits,
     check_optimizer_state,
-    check_sample,
-    check_seq_id,
     values_of_request,
     values_of_weights,
 )
 from lorimer.scheduler.custom_loss import check_loss_id, loss_id
-from lorimer.scheduler.finished_samples import Completion, FinishedSamples
 from lorimer.scheduler.limits import SchedulerLimits
 from lorimer.scheduler.owner import Owner
 from lorimer.scheduler.placement import (
+    Kind,
     Load,
     able_to_sample,
     choose_for_run,
     choose_for_sample,
     full_configs,
-    is_full,
     is_plain,
-    is_sampler,
     replica_configs,
     sample_key,
     vllm_lacks,
 )
-from lorimer.scheduler.results import Results
+from lorimer.scheduler.results import Completion, FinishedSamples, Results
 from lorimer.scheduler.runs import Operation, Outcome, QueueState
 from lorimer.scheduler.samples import Sample
 from lorimer.scheduler.stats import STATES, ReplicaStatus, SchedulerStats, ServedModel, combine, take_stats
@@ -82,6 +78,7 @@ class Replica(Protocol):
     name: str
     """The base model."""
     place: str
+    kind: Kind
 
     async def submit(self, operation: Operation, event: events.Event) -> events.Admit: ...
     async def info(self) -> ModelInfo: ...
@@ -115,6 +112,8 @@ class Scheduler:
         self.results = Results(FinishedSamples(store), self.limits.recent_result_bytes)
         self.usage = UsageBuffer(store)
         self.owner = Owner(store, self.scratch, self.limits, self.results, self.usage)
+        self._replicas: Mapping[str, Replica] = self.owner.drivers
+        """Those of all base models, by place."""
         self._num_replicas = num_replicas or {}
         self._places: dict[str, str] = {}
         """The replica of each run that was used since the start, by model_id."""
@@ -148,14 +147,14 @@ class Scheduler:
         """Return the engines of a base model. Raise `NotFound` if it is not served."""
         if name not in self.models:
             raise NotFound(f"base model {name!r} is not served here; accepted are {', '.join(self.models)}")
-        return [replica for replica in self._replicas_of(name) if is_plain(replica.place)]
+        return [one for one in self._replicas.values() if one.name == name and one.kind == "plain"]
 
     def full_replicas(self, name: str) -> Sequence[Replica]:
         """Return the replicas for full runs of a base model. Raise `Unsupported` if there are none."""
         self.replicas(name)
         if (quantize := self.models[name].quantize) != "none":
             raise Unsupported(f"the base model {name!r} is quantised ({quantize}), so it trains adapters only")
-        found = [replica for replica in self._replicas_of(name) if is_full(replica.place)]
+        found = [replica for replica in self._replicas_of(name) if replica.kind == "full"]
         if not found:
             raise Unsupported(self.no_full_runs)
         return found
@@ -165,15 +164,11 @@ class Scheduler:
 
     def _replicas_of(self, name: str) -> Sequence[Replica]:
         """Return the replicas of a base model, also those that only sample, and those for full runs."""
-        return [replica for replica in self._all_replicas().values() if replica.name == name]
+        return [replica for replica in self._replicas.values() if replica.name == name]
 
     def _shown_replicas(self, name: str) -> Sequence[Replica]:
         """Return the replicas of a base model, those for full runs only while they have an engine."""
-        return [one for one in self._replicas_of(name) if not is_full(one.place) or one.status().state != "idle"]
-
-    def _all_replicas(self) -> Mapping[str, Replica]:
-        """Return the replicas of all base models by name."""
-        return self.owner.drivers
+        return [one for one in self._replicas_of(name) if one.kind != "full" or one.status().state != "idle"]
 
     def replica_states(self) -> list[ReplicaStatus]:
         """Return the replicas of all base models with their owners."""
@@ -195,7 +190,7 @@ class Scheduler:
     def start_engine(self, name: str) -> None:
         """Start an engine for each replica of a base model."""
         for driver in self.owner.drivers.values():
-            if driver.name == name and not is_full(driver.place):
+            if driver.name == name and driver.kind != "full":
                 driver.slot.start()
 
     async def model_info(self, name: str) -> ModelInfo:
@@ -323,7 +318,7 @@ class Scheduler:
             session_id=run.session_id,
             base_model=run.base_model,
             lane=run.model_id,
-            seq_id=check_seq_id(seq_id),
+            seq_id=seq_id,
             kind=kind,
             tokens=tokens,
             payload=payload if isinstance(payload, bytes) else payloads.encode_payload(payload),
@@ -351,7 +346,7 @@ class Scheduler:
             seq_id=seq_id,
             kind="rejected",
         )
-        if any(is_full(one.place) == (run.method == "full") for one in self._replicas_of(run.base_model)):
+        if any((one.kind == "full") == (run.method == "full") for one in self._replicas_of(run.base_model)):
             replica = self._replica_of_run(run.model_id, run.base_model, run.replica, run.method)
             await self._submit(replica, operation, events.ConsumeSubmitted(operation, run, reason))
         else:
@@ -414,7 +409,6 @@ class Scheduler:
 
         ``has_seed``: the client chose the seed.
         """
-        check_sample(request)
         base_model, weights_id = sampler.base_model, sampler.weights_id
         shape = await self._shape_of(base_model, weights_id)
         replica = self._replica_of_sample(
@@ -518,7 +512,7 @@ class Scheduler:
     # ── where requests are computed ───────────────────────────────────────────────────────────────────
 
     def _replica_at(self, place: str | None) -> Replica | None:
-        return self._all_replicas().get(place or "")
+        return self._replicas.get(place or "")
 
     def _holds(self, place: str, model_id: str) -> bool:
         replica = self._replica_at(place)
@@ -557,7 +551,7 @@ class Scheduler:
         replicas, config = self.replicas(base_model), self.models[base_model]
         if config.vllm is not None:
             lacks = vllm_lacks(request, config.vllm, shape=shape, has_seed=has_seed, grammar=grammar)
-            samplers = [replica for replica in self._replicas_of(base_model) if is_sampler(replica.place)]
+            samplers = [replica for replica in self._replicas_of(base_model) if replica.kind == "sampler"]
             if lacks is None and any(replica.status().state == "idle" for replica in samplers):
                 self.start_engine(base_model)
             replicas = able_to_sample(replicas, samplers, lacks, config, request)

@@ -21,7 +21,7 @@ class SharedLimit:
         return self._held.get(user_id, 0)
 
     def has_room(self, user_id: str, amount: int = 1) -> bool:
-        return self.held_by(user_id) + amount <= self.total - self.held
+        return self._held.get(user_id, 0) + amount <= self.total - self.held
 
     def take(self, user_id: str, amount: int = 1) -> None:
         self.held += amount
@@ -62,8 +62,9 @@ class FairShare:
                 self._served.pop(user_id, None)
 
     def charge(self, user_id: str, tokens: float) -> None:
-        self._served[user_id] = self.served(user_id) + tokens
-        self.offer(user_id)
+        self._served[user_id] = self._served.get(user_id, self._level) + tokens
+        if self._heap:
+            self.offer(user_id)
 
     def served(self, user_id: str) -> float:
         return self._served.get(user_id, self._level)
@@ -74,7 +75,7 @@ class FairShare:
 
     def offer(self, user_id: str) -> None:
         """Make the user eligible for `least_served`."""
-        heapq.heappush(self._heap, (self.served(user_id), user_id))
+        heapq.heappush(self._heap, (self._served.get(user_id, self._level), user_id))
         if len(self._heap) > 64 + 4 * len(self._open):
             self._heap = sorted({(self.served(user), user) for _, user in self._heap if self._open[user] > 0})
 
@@ -82,7 +83,7 @@ class FairShare:
         """Return the waiting user with the lowest account; each candidate was offered."""
         while True:
             served, user = self._heap[0]
-            if user in candidates and served == self.served(user):
+            if user in candidates and served == self._served.get(user, self._level):
                 self.reach(served)
                 return user
             heapq.heappop(self._heap)

@@ -10,25 +10,11 @@ from lorimer import types
 from lorimer.engine import messages
 from lorimer.engine.translation import engine_input
 from lorimer.errors import InvalidInput, TooLarge
-from lorimer.scheduler.runs import Operation
 from lorimer.types.encoding import EncodedTraining, encode_training_request
 from lorimer.types.tensors import TensorData
 
 MAX_TARGETS = 2**24
 TYPICAL_IMAGE_TOKENS = 256
-
-
-def to_forward_backward(operation: Operation, *, keep_payload: bool) -> messages.EncodedForwardBackward:
-    """Return the command of a training operation, and drop its payload if no transaction needs it any more."""
-    payload = operation.payload
-    if not keep_payload:
-        operation.payload = b""
-    return messages.EncodedForwardBackward(
-        request_id=operation.request_id,
-        model_id=operation.lane,
-        payload=payload,
-        forward_only=operation.kind == "forward",
-    )
 
 
 def estimated_tokens(model_input: types.ModelInput) -> int:

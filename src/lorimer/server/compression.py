@@ -81,4 +81,4 @@ def accepted_encoding(header: str) -> str:
         name, _, quality = part.partition(";")
         if quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
             accepted.add(name.strip())
-    return next((name for name in ("zstd", "gzip") if name in accepted), "")
+    return "zstd" if "zstd" in accepted else "gzip" if "gzip" in accepted else ""

@@ -8,6 +8,7 @@ format; the traceback goes only to the log.
 import logging
 import secrets
 import time
+from itertools import filterfalse
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -118,7 +119,7 @@ class Guard:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         named = [*hosts, *([scope[AUTHORITY]] if AUTHORITY in scope else [])]
-        refused = next((host for host in named if not self._hosts.allows(host)), None)
+        refused = next(filterfalse(self._hosts.allows, named), None)
         if len(hosts) != 1 or refused is not None:
             shown = (refused or (hosts[0] if hosts else ""))[:200]
             detail = f"this server does not answer to host {shown!r}; add it to allowed_hosts if it should"
@@ -168,8 +169,10 @@ def add_headers(scope: Scope, message: Message) -> None:
     """Add the request id and the security headers to a response."""
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = scope["state"]["request_id"]
-    present = {name for name, _ in headers.raw}
-    headers.raw.extend(pair for pair in RAW_HEADERS if pair[0] not in present)
+    present = dict(headers.raw)
+    for name, value in RAW_HEADERS:
+        if name not in present:
+            headers.raw.append((name, value))
 
 
 def internal_error(scope: Scope) -> Response:

@@ -9,10 +9,9 @@ from contextlib import AsyncExitStack
 
 from lorimer.scheduler import spans
 from lorimer.scheduler.doors import Door, door_token
-from lorimer.scheduler.finished_samples import FinishedSamples
 from lorimer.scheduler.leases import LeaseConfig, Leases
 from lorimer.scheduler.owner import Owner
-from lorimer.scheduler.results import Results
+from lorimer.scheduler.results import FinishedSamples, Results
 from lorimer.scheduler.stats import SchedulerStats, combine, take_stats
 from lorimer.scheduler.usage_buffer import UsageBuffer
 from lorimer.server.health import serve_worker

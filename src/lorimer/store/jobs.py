@@ -63,23 +63,19 @@ def deliver(jobs: Iterable[Job]) -> None:
         if isinstance(job.waiter, asyncio.Future):
             by_loop.setdefault(job.waiter.get_loop(), []).append(job)
         else:
-            _settle(job)
+            _settle([job])
     for loop, its_jobs in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_settle_all, its_jobs)
+            loop.call_soon_threadsafe(_settle, its_jobs)
         except RuntimeError:
             continue  # the event loop is closed, so nobody waits
 
 
-def _settle_all(jobs: list[Job]) -> None:
+def _settle(jobs: Iterable[Job]) -> None:
     for job in jobs:
-        _settle(job)
-
-
-def _settle(job: Job) -> None:
-    if job.waiter.done():
-        return  # the caller was cancelled
-    if job.error is not None:
-        job.waiter.set_exception(job.error)
-    else:
-        job.waiter.set_result(job.result)
+        if job.waiter.done():
+            continue  # the caller was cancelled
+        if job.error is not None:
+            job.waiter.set_exception(job.error)
+        else:
+            job.waiter.set_result(job.result)

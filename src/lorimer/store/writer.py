@@ -115,13 +115,14 @@ class Writer:
                 job.error = translate(error, self._directory)
 
     def _run_with_retries(self, group: list[Job]) -> None:
-        patience = Patience(self._retry_seconds, self._closing, min(job.submitted_at for job in group))
+        patience = Patience(self._retry_seconds, self._closing, group[0].submitted_at)
         open_xid: str | None = None
         while True:
             try:
-                if open_xid is not None and self._was_committed(open_xid):
-                    return self._files.committed()
-                self._files.roll_back()
+                if open_xid is not None:
+                    if self._was_committed(open_xid):
+                        return self._files.committed()
+                    self._files.roll_back()
                 return self._transact(group)
             except CommitUnknown as unknown:
                 open_xid = unknown.xid

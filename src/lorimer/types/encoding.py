@@ -6,6 +6,7 @@ the field; what a model or a loss accepts is checked elsewhere.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from lorimer.errors import InvalidInput, TooLarge
@@ -114,7 +115,7 @@ def decode_training_request(
             wire = limits.wire if limits else None
             return _decode(
                 forward_only,
-                lambda: request_protobuf.parse(body, wire),
+                partial(request_protobuf.parse, body, wire),
                 request_protobuf.address,
                 request_protobuf.read,
             )
@@ -129,11 +130,7 @@ def decode_training_request(
     raise InvalidTrainingRequest(f"Content-Type {content_type[:100]!r} is neither application/json nor {PROTOBUF}")
 
 
-def encode_training_request(request: TrainingRequest) -> bytes:
-    """Encode the request as protobuf."""
-    return request_protobuf.write(request)
-
-
+encode_training_request = request_protobuf.write
 read_loss = request_protobuf.read_loss
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -14,16 +15,14 @@ from lorimer.types.tensor_protobuf import parse_message, read_array, read_tensor
 from lorimer.types.training import TrainingRequest
 from lorimer.types.wire_bounds import WireLimits, check_training_request, loss_of
 
+address = attrgetter("model_id", "seq_id")
+
 
 def parse(body: bytes, limits: WireLimits | None = None) -> pb.ForwardBackwardRequest:
     """Parse the message; with ``limits``, only after counting what it holds."""
     if limits is not None:
         check_training_request(body, limits)
     return parse_message(pb.ForwardBackwardRequest, body)
-
-
-def address(message: pb.ForwardBackwardRequest) -> tuple[object, object]:
-    return message.model_id, message.seq_id
 
 
 def read(message: pb.ForwardBackwardRequest, forward_only: bool) -> TrainingRequest:
@@ -123,6 +122,7 @@ def _read_spans(messages: Iterable[pb.ProvenanceSpan], where: str) -> Provenance
 
 
 def write(request: TrainingRequest) -> bytes:
+    """Encode a request."""
     message = pb.ForwardBackwardRequest(
         model_id=request.model_id,
         seq_id=request.seq_id,

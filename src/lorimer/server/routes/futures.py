@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorimer import types
-from lorimer.scheduler.finished_samples import Completion
+from lorimer.scheduler.results import Completion
 from lorimer.scheduler.runs import Outcome
 from lorimer.server.bodies import decode, off_loop
 from lorimer.server.context import context_of
