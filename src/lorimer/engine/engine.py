@@ -44,7 +44,7 @@ from lorimer.engine.messages import (
     TrainResult,
 )
 from lorimer.engine.model.base_model import eos_token_ids, load_model, load_tokenizer
-from lorimer.engine.model.device import Device, open_device, used_bytes
+from lorimer.engine.model.device import Device, open_device, return_freed_memory, used_bytes
 from lorimer.engine.model.memory import choose_token_budget, count_fitting_dora_tokens, count_fitting_tokens
 from lorimer.engine.model.vision import ReadImage, SequenceImages
 from lorimer.engine.sampling.sampler import Sampler
@@ -95,6 +95,7 @@ class Engine:
             budget = config.token_budget or choose_token_budget(fitting, device, self._is_full)
             if not shards.is_alone:
                 self._shard(device, report)
+        return_freed_memory()
         self.trainer = Trainer(self.model, budget, fitting, fitting_dora)
         new_seed = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
 

@@ -5,7 +5,10 @@ from torch. ``upload`` and ``download`` are the only copies between host and dev
 the host wait until the device has computed everything before it.
 """
 
+import ctypes
+import gc
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,6 +152,13 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return psutil.Process().memory_info().rss
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system, if this is glibc: it keeps what loading and comparing a model took."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        gc.collect()
+        trim(0)
 
 
 def choose_dtype(device: torch.device, seconds: float = 1.0) -> torch.dtype:
