@@ -4,22 +4,26 @@ Samples the resident size every few milliseconds, which includes libraries and w
 the loaded model too. The process imports only the libraries of its side.
 """
 
+import contextlib
 import gc
 import json
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
 import transformers
 
 from bench import workloads
-from bench.models import SHAPES, Sizes
+from bench.models import SHAPES, ModelShape, Sizes
+from lorimer.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from bench.contest import Contest
@@ -88,12 +92,71 @@ def measure_one(contest: "Contest", phase: str, name: str) -> Peak:
         name=name,
         num_threads=contest.num_threads,
     )
+    peak = Peak(name, **_run_apart(settings))
+    contest.progress(f"{contest.shape.name} memory: {phase}, {name}, {peak}")
+    return peak
+
+
+def _run_apart(settings: Settings) -> Any:
+    """Return what a new process with these settings prints."""
     command = [sys.executable, "-m", "bench.memory", json.dumps(asdict(settings))]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    peak = Peak(name, **json.loads(done.stdout.splitlines()[-1]))
-    contest.progress(f"{contest.shape.name} memory: {phase}, {name}, {peak}")
-    return peak
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What it takes to load a base model."""
+
+    weight_bytes: int
+    resident_bytes: int
+    """Added by loading, once it is over."""
+    peak_bytes: int
+    """Added at most while it is loaded."""
+    processor_seconds: float
+
+
+def measure_base(contest: "Contest", shape: ModelShape, dtype: "Dtype") -> Loaded:
+    """Load a base model in a new process, from a directory that has it in that dtype."""
+    directory = contest.directory.parent / f"{shape.name}-{dtype}"
+    if not directory.exists():
+        shape.write(directory, dtype)
+    settings = Settings(
+        model=shape.name,
+        directory=str(directory),
+        adapter="",
+        phase="base",
+        team="ours",
+        name=dtype,
+        num_threads=contest.num_threads,
+    )
+    loaded = Loaded(**_run_apart(settings))
+    contest.progress(f"{shape.name} base: {dtype}, {loaded}")
+    return loaded
+
+
+def load_base(settings: Settings) -> dict[str, float]:
+    """Load the base model of the settings in this process. Return the fields of ``Loaded``."""
+    from lorimer.engine.engine import Engine
+    from lorimer.engine.model.base_model import register_implementations
+
+    register_implementations()  # the libraries of models are imported before it is measured
+    config = EngineConfig(
+        model=settings.directory, dtype=cast("Dtype", settings.name), num_threads=settings.num_threads
+    )
+    process = psutil.Process()
+    with _peak_of(process) as peak:
+        before, began = process.memory_info().rss, time.process_time()
+        engine = Engine(config)
+        seconds = time.process_time() - began
+    storages = {id(s): s for s in (p.untyped_storage() for p in engine.model.transformer.parameters())}
+    return {
+        "weight_bytes": sum(storage.nbytes() for storage in storages.values()),
+        "resident_bytes": process.memory_info().rss - before,
+        "peak_bytes": peak[0] - before,
+        "processor_seconds": seconds,
+    }
 
 
 def run_phase(settings: Settings) -> dict[str, int]:
@@ -103,22 +166,28 @@ def run_phase(settings: Settings) -> dict[str, int]:
     side = _open(settings)
     gc.collect()
     process = psutil.Process()
-    before = peak = process.memory_info().rss
-    is_over = threading.Event()
+    with _peak_of(process) as peak:
+        before = process.memory_info().rss
+        _run(side, settings, SHAPES[settings.model].sizes, SHAPES[settings.model].vocab_size)
+    return {"peak_bytes": peak[0], "added_bytes": peak[0] - before}
+
+
+@contextlib.contextmanager
+def _peak_of(process: psutil.Process) -> Iterator[list[int]]:
+    """Watch the resident size of this process within the block; the list has the largest."""
+    peak, is_over = [process.memory_info().rss], threading.Event()
 
     def watch() -> None:
-        nonlocal peak
         while not is_over.wait(_INTERVAL_SECONDS):
-            peak = max(peak, process.memory_info().rss)
+            peak[0] = max(peak[0], process.memory_info().rss)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        _run(side, settings, SHAPES[settings.model].sizes, SHAPES[settings.model].vocab_size)
+        yield peak
     finally:
         is_over.set()
         watcher.join()
-    return {"peak_bytes": peak, "added_bytes": peak - before}
 
 
 def _open(settings: Settings) -> Any:
@@ -156,4 +225,5 @@ def _run(side: Any, settings: Settings, sizes: Sizes, vocab_size: int) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_phase(Settings(**json.loads(sys.argv[1])))))
+    asked = Settings(**json.loads(sys.argv[1]))
+    print(json.dumps(load_base(asked) if asked.phase == "base" else run_phase(asked)))

@@ -44,6 +44,8 @@ class Sizes:
     """Adapters of one batch."""
     num_new_shapes: int = 5
     memory_phases: tuple[str, ...] = ("SFT", "RL batch", "sampling")
+    bases: tuple[str, ...]
+    """The shapes of the row ``base``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,8 @@ class ModelShape:
         layer += [(inner, hidden), (inner, hidden), (hidden, inner)]
         return layer * self.num_hidden_layers + [(self.vocab_size, hidden)]
 
-    def write(self, directory: Path) -> None:
-        """Write the model in float32; the weights are the same each time."""
+    def write(self, directory: Path, dtype: str = "float32") -> None:
+        """Write the model; the weights are the same each time."""
         config = LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -87,7 +89,7 @@ class ModelShape:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+            AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory)
 
 
 SMALL = ModelShape(
@@ -100,7 +102,7 @@ SMALL = ModelShape(
     num_key_value_heads=4,
     tie_word_embeddings=False,
     row_seconds=100,
-    sizes=Sizes(),
+    sizes=Sizes(bases=("small", "half")),
 )
 SMOL = ModelShape(
     name="smol",
@@ -112,8 +114,21 @@ SMOL = ModelShape(
     num_key_value_heads=3,
     tie_word_embeddings=True,
     row_seconds=200,
-    sizes=Sizes(),
+    sizes=Sizes(bases=("smol",)),
 )
+HALF = ModelShape(
+    name="half",
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    row_seconds=400,
+    sizes=Sizes(bases=("half",)),
+)
+"""The shape of Qwen2.5-0.5B, for the row ``base``."""
 QUICK = ModelShape(
     name="quick",
     vocab_size=384,
@@ -148,8 +163,9 @@ QUICK = ModelShape(
         num_adapters=2,
         num_new_shapes=2,
         memory_phases=("SFT",),
+        bases=("quick",),
     ),
 )
 """A minuscule model for smoke tests; ignore its figures."""
 
-SHAPES = {shape.name: shape for shape in (SMALL, SMOL, QUICK)}
+SHAPES = {shape.name: shape for shape in (SMALL, SMOL, HALF, QUICK)}

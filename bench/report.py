@@ -40,6 +40,8 @@ AIMS = {
     "full": Aim(1.2),
     "full memory": Aim(1.0),
     "first_call": Aim(1.2, is_minimum=False),
+    "base": Aim(1.25, is_minimum=False),
+    "base peak": Aim(1.3, is_minimum=False),
 }
 """Targets by `Line.aim`; ratios, so that they hold on any machine. Lines without an entry have no target."""
 

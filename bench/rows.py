@@ -13,6 +13,7 @@ import torch
 from bench import memory, workloads
 from bench.contest import Contest, LossCheck
 from bench.limits import gemm_seconds
+from bench.models import SHAPES
 from bench.ours import FullLorimer
 from bench.outside_rows import outside_lines, outside_trainers
 from bench.peers import Layout, Plain
@@ -255,6 +256,22 @@ def measure_memory(contest: Contest) -> list[Line]:
     return lines
 
 
+def measure_base(contest: Contest) -> list[Line]:
+    """Measure what loading a base takes, in separate processes, over its weights."""
+    lines = []
+    for name in contest.shape.sizes.bases:
+        for dtype in contest.ours:
+            loaded = memory.measure_base(contest, SHAPES[name], dtype)
+            weights = f"{loaded.weight_bytes / 2**20:.0f} MiB"
+            sizes = {"base": loaded.resident_bytes, "base peak": loaded.peak_bytes}
+            for aim, text in (("base", "resident memory"), ("base peak", "peak while it is loaded")):
+                ours = f"{sizes[aim] / 2**20:.0f} MiB, ready after {loaded.processor_seconds:.1f} s of processor time"
+                ratio = sizes[aim] / loaded.weight_bytes
+                title = f"Base `{name}` in {dtype}: {text} over its weights"
+                lines.append(Line(text=title, ours=ours, other=weights, which="weights", ratio=ratio, aim=aim))
+    return lines
+
+
 def _training_contestants(
     contest: Contest,
     make: Callable[[int], list[Datum]],
@@ -305,6 +322,7 @@ ROWS: dict[str, Callable[[Contest], list[Line]]] = {
     "full": measure_full,
     "first_call": measure_first_call,
     "memory": measure_memory,
+    "base": measure_base,
 }
 """In the order in which they run; later rows use the fastest contestants of earlier ones."""
 OUTSIDE_ROWS = ("sft", "rl_batch", "sample_1x16", "sample_32x1", "sample_adapters", "rl_iteration")
