@@ -155,7 +155,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the system, if this is glibc: it keeps what loading and comparing a model took."""
+    """Return memory that was freed to the system; glibc keeps what loading and comparing a model took."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         gc.collect()
         trim(0)

@@ -76,7 +76,7 @@ class FrozenMatrix:
         return functions.multiply(x, self._parts)
 
     def multiply_transposed(self, d_y: Tensor) -> Tensor:
-        return matmul.multiply_transposed(d_y, self.weight)
+        return matmul.multiply(d_y, self.weight)
 
     def dense_rows(self, rows: slice | Tensor) -> Tensor:
         """Return rows of the weight that products compute with."""
@@ -197,7 +197,7 @@ def add_products(
             if pair is None or (is_grouped and part.row_scales is None):
                 continue
             a, b = (factor.to(x.dtype) for factor in pair[:2])
-            inner, rows = matmul.multiply(x[part.start : part.stop], a), y[part.start : part.stop, target.rows]
+            inner, rows = matmul.multiply(x[part.start : part.stop], a.t()), y[part.start : part.stop, target.rows]
             matmul.add_multiplied(rows, inner, b.t(), part.scale)
             unscaled = None
             if part.row_scales is not None:
@@ -252,7 +252,7 @@ def backpropagate(x: Tensor, d_y: Tensor, products: Products, d_x: Tensor | None
             continue
         a, b, *_ = part.weights[target.name]
         x_part, d_y_part = x[part.start : part.stop], d_y[part.start : part.stop, target.rows]
-        d_inner = matmul.multiply(d_y_part, b.to(d_y.dtype).t()).mul_(part.scale)
+        d_inner = matmul.multiply(d_y_part, b.to(d_y.dtype)).mul_(part.scale)
         if part.grads is not None:
             d_a, d_b, *_ = part.grads[target.name]
             add_product(d_a, d_inner, x_part)

@@ -99,15 +99,15 @@ INLINE void transpose(Vector *rows) {
 #define STEPS_PER_VECTOR LANES
 #endif
 
-/* Load as many numbers of `num_rows` rows as fill a vector, and return one vector of columns for each step. */
-INLINE void load_columns(const Number *from, int64_t num_rows, int64_t stride, Vector *columns) {
+/* Load `num` numbers, up to a vector, of each of `num_rows` rows, and return one vector of columns for each step. */
+INLINE void load_columns(const Number *from, int64_t num_rows, int64_t stride, int64_t num, Vector *columns) {
     Vector rows[LANES];
-    if (num_rows >= LANES)
+    if (num_rows >= LANES && num >= PER_VECTOR)
         UNROLL for (int i = 0; i < LANES; i++) memcpy(&rows[i], from + i * stride, sizeof rows[i]);
     else
         for (int i = 0; i < LANES; i++) {
-            if (i < num_rows) memcpy(&rows[i], from + i * stride, sizeof rows[i]);
-            else rows[i] = all(0);
+            rows[i] = all(0);
+            if (i < num_rows) memcpy(&rows[i], from + i * stride, least(num, PER_VECTOR) * sizeof(Number));
         }
     transpose(rows);
 #if defined(BFLOAT16) && !PAIRED
@@ -123,11 +123,14 @@ INLINE void load_columns(const Number *from, int64_t num_rows, int64_t stride, V
 /* Pack (S, WIDTH) from rows that become columns, `num_rows` of them. */
 NOINLINE void pack_rows(const Number *from, int64_t num_rows, int64_t size, float *packed) {
     for (int half = 0; half < 2; half++, from += LANES * size, num_rows -= LANES, packed += LANES)
-        for (int64_t k = 0; k < size / PER_VECTOR; k++) {
+        for (int64_t k = 0; k < size; k += PER_VECTOR) {
             Vector columns[STEPS_PER_VECTOR];
-            load_columns(from + k * PER_VECTOR, num_rows, size, columns);
-            float *to = packed + k * STEPS_PER_VECTOR * WIDTH;
-            UNROLL for (int i = 0; i < STEPS_PER_VECTOR; i++) store_wide(to + i * WIDTH, columns[i]);
+            load_columns(from + k, num_rows, size, size - k, columns);
+            float *to = packed + k / PER_STEP * WIDTH;
+            if (size - k >= PER_VECTOR)
+                UNROLL for (int i = 0; i < STEPS_PER_VECTOR; i++) store_wide(to + i * WIDTH, columns[i]);
+            else
+                for (int i = 0; i < (size - k) / PER_STEP; i++) store_wide(to + i * WIDTH, columns[i]);
         }
 }
 
@@ -229,13 +232,18 @@ INLINE void multiply_few(const int COUNT, const float *rows, int64_t stride, con
                          int64_t size, const char *next, const Result *result, int64_t column) {
     Vector sums[FEW];
     UNROLL for (int n = 0; n < COUNT; n++) sums[n] = all(0);
-    for (int64_t k = 0; k < size / PER_VECTOR; k++) {
+    for (int64_t k = 0; k < size; k += PER_VECTOR) {
         Vector columns[STEPS_PER_VECTOR];
-        if (next) UNROLL for (int i = 0; i < LANES; i++) __builtin_prefetch(next + (k * LANES + i) * 4 * LANES, 0, 2);
-        load_columns(weight + k * PER_VECTOR, num_columns, size, columns);
-        const float *from = rows + k * STEPS_PER_VECTOR;
-        UNROLL for (int i = 0; i < STEPS_PER_VECTOR; i++)
-            UNROLL for (int n = 0; n < COUNT; n++) sums[n] = add_step(sums[n], columns[i], from + n * stride + i);
+        if (next) UNROLL for (int i = 0; i < LANES; i++)
+            __builtin_prefetch((const Number *)next + k * LANES + i * PER_VECTOR, 0, 2);
+        load_columns(weight + k, num_columns, size, size - k, columns);
+        const float *from = rows + k / PER_STEP;
+        if (size - k >= PER_VECTOR)
+            UNROLL for (int i = 0; i < STEPS_PER_VECTOR; i++)
+                UNROLL for (int n = 0; n < COUNT; n++) sums[n] = add_step(sums[n], columns[i], from + n * stride + i);
+        else
+            for (int i = 0; i < (size - k) / PER_STEP; i++)
+                UNROLL for (int n = 0; n < COUNT; n++) sums[n] = add_step(sums[n], columns[i], from + n * stride + i);
     }
     UNROLL for (int n = 0; n < COUNT; n++) finish(result, n, column, sums[n]);
 }
@@ -262,10 +270,11 @@ typedef struct {
     int64_t num_columns;
 } Part;
 
-/* y (N, .) = x @ weight^T + bias, of all parts beside each other. `x` has rows of `stride` floats. */
+/* y (N, .) = scale * x @ weight^T + bias, of all parts beside each other, or without the bias added to `y`. Rows of `x` are
+ * `stride` floats apart. */
 void multiply(const float *x, int64_t stride, int64_t num_rows, int64_t size, const Part *parts, int64_t num_parts,
-              Number *y, int64_t y_stride, int64_t num_threads, float *scratch) {
-    int64_t num_steps = size / PER_VECTOR * STEPS_PER_VECTOR, num_blocks = (num_rows + ROWS - 1) / ROWS, num_panels = 0;
+              float scale, int64_t is_added, Number *y, int64_t y_stride, int64_t num_threads, float *scratch) {
+    int64_t num_steps = size / PER_STEP, num_blocks = (num_rows + ROWS - 1) / ROWS, num_panels = 0;
     for (int64_t i = 0; i < num_parts; i++) num_panels += (parts[i].num_columns + WIDTH - 1) / WIDTH;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (int64_t task = 0; task < num_blocks * num_panels; task++) {
@@ -282,8 +291,8 @@ void multiply(const float *x, int64_t stride, int64_t num_rows, int64_t size, co
 #endif
         int64_t column = panel * WIDTH, left = part->num_columns - column;
         const Number *weight = part->weight + column * size;
-        Result result = {.to = y + offset + column, .stride = y_stride, .num_columns = least(left, WIDTH), .scale = 1,
-                         .bias = part->bias ? part->bias + column : 0};
+        Result result = {.to = y + offset + column, .stride = y_stride, .num_columns = least(left, WIDTH),
+                         .scale = scale, .is_added = (int)is_added, .bias = part->bias ? part->bias + column : 0};
         if (num_rows <= FEW) {
             multiply_few_rows(x, stride, num_rows, weight, left, size, &result);
             continue;

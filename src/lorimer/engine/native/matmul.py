@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorimer.engine.native.library import INT, LANES, POINTER, Library, declare, load
+from lorimer.engine.native.library import INT, POINTER, Library, declare, load
 
 FEW_ROWS = 64
 """Up to this many rows, reading the weights takes as long as multiplying with them."""
@@ -68,7 +68,7 @@ class Matmul:
         """torch multiplies more rows."""
         rows = [POINTER, INT, INT, INT]
         to = [POINTER, INT, INT, POINTER]
-        self._multiply = declare(functions.multiply, *rows, POINTER, INT, *to)
+        self._multiply = declare(functions.multiply, *rows, POINTER, INT, ctypes.c_float, INT, *to)
         self._multiply_transposed = declare(
             functions.multiply_transposed, *rows, POINTER, INT, INT, ctypes.c_float, INT, *to
         )
@@ -77,16 +77,19 @@ class Matmul:
         self._is_widened = library.dtype == torch.bfloat16 and not self._is_paired
         self._step = 2 if self._is_paired else 1
         """Numbers of a row that are multiplied together."""
-        self._vector = 4 * LANES // library.dtype.itemsize
 
-    def multiply(self, x_NK: Tensor, parts: LinearParts) -> Tensor | None:
-        """Return ``x @ weight.T + bias`` of all parts, or ``None`` if torch has to."""
+    def multiply(
+        self, x_NK: Tensor, parts: LinearParts, out_NM: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor | None:
+        """Return ``x @ weight.T + bias`` of all parts, or add ``scale * x @ weight.T``; ``None`` if torch has to."""
         num_rows, size = x_NK.shape
         is_readable = parts.is_accepted and parts.dtype == self.dtype and size == parts.size
-        if not (is_readable and size % self._vector == 0 and self._accepts_rows(x_NK)):
+        if not (is_readable and size % self._step == 0 and self._accepts_rows(x_NK)):
+            return None
+        y = x_NK.new_empty(num_rows, parts.num_columns) if out_NM is None else out_NM
+        if out_NM is not None and not self._accepts(out_NM):
             return None
         x_NK = self._rows(x_NK)
-        y = x_NK.new_empty(num_rows, parts.num_columns, dtype=self.dtype)
         num_threads, scratch = _threads(num_rows * size * parts.num_columns, size * _WIDTH)
         self._multiply(
             x_NK.data_ptr(),
@@ -95,8 +98,10 @@ class Matmul:
             size,
             parts.array,
             parts.num,
+            scale,
+            out_NM is not None,
             y.data_ptr(),
-            parts.num_columns,
+            y.stride(0),
             num_threads,
             scratch.data_ptr(),
         )
@@ -175,25 +180,26 @@ def _threads(num_operations: int, scratch_size: int) -> tuple[int, Tensor]:
     return num_threads, torch.empty(num_threads * scratch_size, dtype=torch.float32)
 
 
-def multiply(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-    """Return ``x @ weight.T``."""
-    functions = functions_for(x_NK)
-    found = None if functions is None else functions.multiply(x_NK, LinearParts([weight_MK], [None]))
-    return x_NK @ weight_MK.t() if found is None else found
-
-
-def multiply_transposed(x_NK: Tensor, weight_KM: Tensor) -> Tensor:
+def multiply(x_NK: Tensor, weight_KM: Tensor) -> Tensor:
     """Return ``x @ weight``."""
-    functions = functions_for(x_NK)
-    found = None if functions is None else functions.multiply_transposed(x_NK, weight_KM, None, 1.0)
+    found = _multiply(x_NK, weight_KM, None, 1.0)
     return x_NK @ weight_KM if found is None else found
 
 
 def add_multiplied(out_NM: Tensor, x_NK: Tensor, weight_KM: Tensor, scale: float = 1.0) -> None:
     """Add ``scale * x @ weight`` to ``out``."""
-    functions = functions_for(x_NK)
-    if functions is None or functions.multiply_transposed(x_NK, weight_KM, out_NM, scale) is None:
+    if _multiply(x_NK, weight_KM, out_NM, scale) is None:
         out_NM.addmm_(x_NK, weight_KM, alpha=scale)
+
+
+def _multiply(x_NK: Tensor, weight_KM: Tensor, out_NM: Tensor | None, scale: float) -> Tensor | None:
+    """Multiply with a weight that is stored row by row, or column by column; ``None`` if torch has to."""
+    functions = functions_for(x_NK)
+    if functions is None:
+        return None
+    if weight_KM.stride(1) == 1:
+        return functions.multiply_transposed(x_NK, weight_KM, out_NM, scale)
+    return functions.multiply(x_NK, LinearParts([weight_KM.t()], [None]), out_NM, scale)
 
 
 def functions_for(x: Tensor) -> Matmul | None:
@@ -251,6 +257,8 @@ def _are_right(functions: Matmul, dtype: torch.dtype) -> Iterator[bool]:
         y = x.double() @ weights.t()
         y[:, :69] += bias
         yield is_close(functions.multiply(x, parts), y)
+        twice = functions.multiply(x, LinearParts([second], [None]), y[:, 69:].to(dtype), 0.5)
+        yield is_close(twice, y[:, 69:].to(dtype) + 0.5 * y[:, 69:])
         expected = d_x + 0.5 * (x[:, :66].double() @ other.double())
         yield is_close(functions.multiply_transposed(x[:, :66], other, d_x, 0.5), expected)
         expected = 1 + 2 * (d_y.t().double() @ x.double())
