@@ -188,7 +188,7 @@ def test_a_click_tells_the_step_and_a_drag_does_not(server, open_page, rl, axis)
     box = place.bounding_box()
     page.mouse.click(box["x"] + 1, box["y"] + 40)
     page.mouse.click(box["x"] + box["width"] - 1, box["y"] + 40)
-    told = [{"run": rl.model_id, "step": step} for step in (0, NUM_STEPS - 1)]
+    told = [{"run": rl.model_id, "step": step, "metric": name} for step in (0, NUM_STEPS - 1)]
     assert page.evaluate("told") == told
     page.mouse.move(box["x"] + 5, box["y"] + 40)
     page.mouse.down()
