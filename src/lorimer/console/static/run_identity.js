@@ -3,6 +3,7 @@
 import { del, part, send } from "./api.js";
 import { ago, button, confirmDialog, facts, formDialog, h, runLink, short, span, table, toast } from "./dom.js";
 import { labels, progress, statusBadge } from "./pages/runs.js";
+import { runHealth } from "./run_health.js";
 
 const pathOf = (run) => `/api/v1/runs/${part(run.run_id)}`;
 
@@ -68,6 +69,7 @@ export function runFacts(run) {
     ]),
     run.error && h("p", { class: "run-error", role: "status" }, run.error),
     run.notes && h("p", { class: "run-notes" }, run.notes),
+    runHealth(run),
   );
 }
 
