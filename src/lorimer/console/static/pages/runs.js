@@ -364,10 +364,10 @@ function runTable(runs, state, compare, change) {
   return table(
     [
       { label: "", head: h("span", { class: "offscreen" }, "Compare"), class: "choose", value: tick },
-      sorted("Run", "name", { wide: true, value: nameOf }),
+      sorted("Run", "name", { wide: true, class: "run-name", value: nameOf }),
       sorted("Status", "status", { class: "tight", value: statusBadge }),
       sorted("Steps", "steps", { number: true, value: progress }),
-      ...state.columns.map((name) => sorted(name, name, { number: true, value: (run) => shown(run.values?.[name]) })),
+      ...state.columns.map((name) => sorted(name, name, { number: true, class: "chosen-field", value: (run) => shown(run.values?.[name]) })),
       { label: "Tags", value: labels },
       sorted("Base model", "base_model", { class: "tight", value: (run) => run.base_model }),
       sorted("Duration", "duration", { number: true, value: (run) => span(run.duration_seconds) }),
