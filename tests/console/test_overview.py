@@ -44,6 +44,7 @@ def test_models_speed_queue_and_errors_are_live(server, open_page, trainer):
     with pytest.raises(LorimerError):
         trainer.do(lambda: client.load_state(f"tinker://{client.model_id}/weights/nothing").result())
     expect(page.locator(".panel", has_text="Recent errors")).to_contain_text("weights/nothing")
+    expect(page.locator(".panel", has_text="Recent errors")).to_contain_text("rejected request of")
     expect(page.get_by_text("Nothing waits.")).to_be_visible()
 
 

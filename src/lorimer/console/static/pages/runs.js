@@ -142,8 +142,9 @@ async function loadGroup(state, { value, num_runs: count }, signal) {
 // ── controls ────────────────────────────────────────────────────────────────────────────────────────
 
 function groupChoice(state, change) {
-  const plain = ["tag", "status", "base_model", "session"].map((name) => [name, `by ${name.replace("_", " ")}`]);
-  const fields = state.fields.config.map((name) => [`config.${name}`, `by ${name}`]);
+  const own = ["tag", "status", "base_model", "session"];
+  const plain = own.map((name) => [name, `by ${name.replace("_", " ")}`]);
+  const fields = state.fields.config.filter((name) => !own.includes(name)).map((name) => [`config.${name}`, `by ${name}`]);
   const known = [["", "not grouped"], ...plain, ...fields];
   if (state.group && !known.some(([name]) => name === state.group)) known.push([state.group, `by ${state.group}`]);
   return choice("Group runs", known, state.group, (value) =>
