@@ -177,3 +177,15 @@ def test_what_went_wrong_is_told_with_what_to_do(server, open_page, trainer):
         expect(last).to_contain_text(text)
     known = page.evaluate("import('/console/static/run_health.js').then((found) => Object.keys(found.CONCERNS))")
     assert sorted(known) == sorted([check.__name__ for check in CHECKS] + ["learning_rate"])
+
+
+def test_the_remaining_time_is_shown_until_the_last_step(server, open_page, trainer):
+    client = trainer.run(server.url, run={"num_steps": 3})
+    trainer.train(client, 2)
+    page = open_page(server.url, f"/console/runs/{client.model_id}")
+    facts = page.locator("[data-row=run]")
+    expect(facts).to_contain_text("2 of 3")
+    expect(facts).to_contain_text("left")
+    trainer.do(train, client, 1, first=3)
+    expect(facts).to_contain_text("3 of 3")
+    expect(facts).not_to_contain_text("left")

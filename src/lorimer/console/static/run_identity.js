@@ -54,7 +54,7 @@ export function runActions(run, changed, gone) {
 
 /** Build the panel of a run's status, progress, labels and lineage. */
 export function runFacts(run) {
-  const remaining = run.eta_seconds === null ? null : `${span(run.eta_seconds)} left`;
+  const remaining = run.eta_seconds ? `${span(run.eta_seconds)} left` : null; // none during a last evaluation
   return h(
     "div",
     { "data-row": "run" },
