@@ -125,8 +125,10 @@ export function sortButton(label, field, sort, startsHigh, onsort) {
   const isDescending = sort.startsWith("-");
   const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
   const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
-  const attrs = { class: "sort", title: `Sort by ${label.toLowerCase()}`, "aria-label": label + mark };
-  return button([breakable(label), mark], () => onsort(next), attrs);
+  const pieces = breakable(label);
+  const name = pieces.length > 1 ? label + mark : null; // breaks would be read as spaces
+  const attrs = { class: "sort", title: `Sort by ${label.toLowerCase()}`, "aria-label": name };
+  return button([pieces, mark], () => onsort(next), attrs);
 }
 
 /** Build a list of what to sort by, `[label, field]`, for phones, where the headings of a table are not shown. */
