@@ -1,9 +1,11 @@
 """``lorimer data check``: what it prints, and its exit code."""
 
 import json
+import logging
 
 import pytest
 
+from lorimer.client import tokenizers
 from tests.cli.commands import lorimer, refused
 
 ROWS = [{"prompt": f"Say {word}.", "completion": word} for word in "one two three four five six".split()]
@@ -39,6 +41,16 @@ def test_wrong_rows_fail_unless_allowed(check):
     found = json.loads(ended.stdout)
     assert ended.exit_code == 1 and {one["problem"] for one in found["findings"]} == {"nothing_trained"}
     assert found["previews"][0][0]["is_trained"] is False
+
+
+def test_a_long_row_is_told_by_the_check_alone(check, monkeypatch):
+    tokenizers._load.cache_clear()  # transformers warns once for each tokenizer
+    heard = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", heard.append)
+    ended = check([*ROWS, {"prompt": "one two " * 1500, "completion": "three"}], "--num-held-out", "0")
+    assert ended.exit_code == 1 and "1 nothing_trained" in ended.stdout
+    assert heard == []
 
 
 def test_wrong_options(check):

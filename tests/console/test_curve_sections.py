@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 
 import httpx2
 import pytest
+from PIL import Image
 from playwright.sync_api import Page, expect
 
 import lorimer
@@ -145,15 +146,29 @@ def test_what_is_shown_is_exported(server, open_page, rl):
     assert rows[0] == ["step", "sections"]
     assert [(int(step), float(value)) for step, value in rows[1:]] == [(step, step / 10) for step in range(NUM_STEPS)]
     assert exported(page, name, "PNG").startswith(b"\x89PNG\r\n\x1a\n")
+    picture = Image.open(io.BytesIO(exported(page, name, "PNG"))).convert("RGB")
+    assert picture.width >= 1200 and len(picture.resize((300, 200)).getcolors(60_000)) > 20
     tree = ET.fromstring(exported(page, name, "SVG"))
     tag = "{http://www.w3.org/2000/svg}"
     assert next(one.text for one in tree.iter(f"{tag}text")) == name
+    flags = [one.find(f"{tag}polygon").attrib["fill"] for one in tree.iter(f"{tag}g") if one.get("class") == "mark"]
+    assert len(flags) == 3 and len(set(flags)) == 2
     path = next(tree.iter(f"{tag}path")).attrib["d"]
     points = [tuple(map(float, one.split())) for one in path.removeprefix("M").split("L")]
     steps = [b - a for (a, _), (b, _) in itertools.pairwise(points)]
     rises = [a - b for (_, a), (_, b) in itertools.pairwise(points)]
     assert len(points) == NUM_STEPS and steps == pytest.approx([steps[0]] * 7, abs=0.3)
     assert rises == pytest.approx([rises[0]] * 7, abs=0.3) and rises[0] > 0
+
+
+def test_a_value_that_is_not_finite_is_in_an_exported_picture(server, open_page, trainer):
+    client = trainer.run(server.url)
+    for step, value in enumerate((1.0, float("nan"), 3.0)):
+        trainer.do(lambda s=step, v=value: client.log_metrics({"loss": v}, step=s).result())
+    page = open_page(server.url, f"/console/runs/{client.model_id}")
+    wait_for_points(page, "loss", 2)
+    tree = ET.fromstring(exported(page, "loss", "SVG"))
+    assert [one.get("class") for one in tree.iter("{http://www.w3.org/2000/svg}rect")].count("gap") == 1
 
 
 def test_checkpoints_and_resumptions_are_marked(server, open_page, rl):
@@ -188,7 +203,7 @@ def test_a_click_tells_the_step_and_a_drag_does_not(server, open_page, rl, axis)
     box = place.bounding_box()
     page.mouse.click(box["x"] + 1, box["y"] + 40)
     page.mouse.click(box["x"] + box["width"] - 1, box["y"] + 40)
-    told = [{"run": rl.model_id, "step": step} for step in (0, NUM_STEPS - 1)]
+    told = [{"run": rl.model_id, "step": step, "metric": name} for step in (0, NUM_STEPS - 1)]
     assert page.evaluate("told") == told
     page.mouse.move(box["x"] + 5, box["y"] + 40)
     page.mouse.down()

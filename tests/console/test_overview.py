@@ -44,6 +44,7 @@ def test_models_speed_queue_and_errors_are_live(server, open_page, trainer):
     with pytest.raises(LorimerError):
         trainer.do(lambda: client.load_state(f"tinker://{client.model_id}/weights/nothing").result())
     expect(page.locator(".panel", has_text="Recent errors")).to_contain_text("weights/nothing")
+    expect(page.locator(".panel", has_text="Recent errors")).to_contain_text("rejected request of")
     expect(page.get_by_text("Nothing waits.")).to_be_visible()
 
 
@@ -56,3 +57,18 @@ def train_until_told(client: lorimer.TrainingClient, until: list[bool]) -> None:
         client.optim_step(lorimer.AdamParams(learning_rate=1e-4)).result()
         for future in sent:
             future.result()
+
+
+def test_archived_runs_are_not_among_the_recent_ones(keyed, open_page, trainer):
+    key = create_key(keyed.data, "tidy")
+    kept, archived = (trainer.run(keyed.url, key=key, run={"name": name}) for name in ("kept", "put-away"))
+    page = open_page(keyed.url, key=key)
+    recent = page.locator(".panel", has=page.get_by_role("heading", name="Recent runs"))
+    expect(recent).to_contain_text("put-away")
+    rest = trainer.do(lambda: lorimer.RestClient(base_url=keyed.url, api_key=key))
+    trainer.do(lambda: rest.update_run(archived.model_id, is_archived=True).result())
+    expect(recent).not_to_contain_text("put-away")
+    expect(recent).to_contain_text("kept")
+    trainer.do(lambda: rest.update_run(kept.model_id, is_archived=True).result())
+    expect(recent).to_contain_text("No run yet.")
+    expect(page.locator(".command pre")).to_have_count(0)

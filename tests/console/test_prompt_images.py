@@ -102,3 +102,15 @@ def test_a_checkpoint_has_the_name_and_step_of_its_run(server, trainer, open_pag
     expect(answer.get_by_role("heading")).to_have_attribute("title", path)
     page.reload()
     expect(field).to_have_value("green-parrot · step 2 · last")
+
+
+def test_a_name_that_has_the_whole_text_comes_first(server, open_page, trainer):
+    for number in range(2):  # the second is newer, and has a 0 elsewhere
+        client = trainer.run(server.url, run={"name": f"plum, seed {number}"})
+        trainer.do(lambda one=client: one.save_weights_for_sampler("000060").result())
+    page = open_page(server.url, "/console/playground")
+    model = page.get_by_role("combobox", name="Model", exact=True)
+    model.click()
+    model.fill("plum, seed 0")
+    expect(page.get_by_role("option")).to_have_count(2)
+    expect(page.get_by_role("option").first).to_contain_text("plum, seed 0")

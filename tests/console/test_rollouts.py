@@ -169,6 +169,40 @@ def test_a_click_on_a_chart_shows_the_rollouts_of_its_step(server, open_page, ru
     expect(page).not_to_have_url(re.compile("rollouts"))
 
 
+def test_training_and_evaluation_are_apart_until_all_splits_are_chosen(server, open_page, trainer):
+    client = trainer.run(server.url)
+
+    def log_both() -> None:
+        for step in range(3):
+            batch = [rollout(step, 0, number) for number in range(GROUP_SIZE)]
+            told = [rollout(step, group, 2) | {"kind": "sample", "split": "test"} for group in range(2)]
+            client.log_rollouts([*told, *(batch if step < 2 else [])], step).result()
+            client.log_metrics({"test/reward": step / 2, "time/total": 2.5, "time/step_seconds": 0.25}, step).result()
+
+    trainer.do(log_both)
+    page = open_page(server.url, f"/console/runs/{client.model_id}/rollouts")
+    split = page.get_by_label("Split")
+    expect_answers(page, *(f"so it is 1-0-{number}" for number in range(GROUP_SIZE)))
+    expect(split).to_have_value("train")
+    expect(page.locator(".rollout-times")).to_have_text("step 250 ms, total 2.5 s")
+    assert split.locator("option").all_text_contents() == ["all splits", "train", "test"]
+    split.select_option("test")
+    expect_answers(page, "so it is 2-0-2", "so it is 2-1-2")
+    assert split.locator("option").all_text_contents() == ["all splits", "train", "test"]
+    split.select_option("all splits")
+    page.locator(".strip-step[data-step='1']").click()
+    expect(page.locator(".rollout")).to_have_count(2 + GROUP_SIZE)
+    page.reload()
+    expect(page.locator(".rollout")).to_have_count(2 + GROUP_SIZE)
+    page.goto(f"/console/runs/{client.model_id}?metric=test")
+    over = page.locator(".chart[data-metric='test/reward'] .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 1, box["y"] + 60)
+    expect(page).to_have_url(re.compile(r"/rollouts\?step=2&split=test$"))
+    expect_answers(page, "so it is 2-0-2", "so it is 2-1-2")
+
+
 def test_export_has_every_rollout_of_the_list(viewer):
     page = viewer("?step=all&q=group%3D1")
     with page.expect_download() as saved:

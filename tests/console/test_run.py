@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import lorimer
+from lorimer.cookbook.run_health import CHECKS
 from lorimer.errors import LorimerError
 from tests.console.conftest import SECONDS, train
 
@@ -156,3 +157,35 @@ def paths_of(url: str, run_id: str) -> list[str]:
     with lorimer.ServiceClient(base_url=url, api_key="tml-local") as service:
         found = service.create_rest_client().list_checkpoints(run_id).result()
     return [checkpoint.tinker_path for checkpoint in found.checkpoints]
+
+
+def test_what_went_wrong_is_told_with_what_to_do(server, open_page, trainer):
+    client = trainer.run(server.url)
+    page = open_page(server.url, f"/console/runs/{client.model_id}")
+    told = page.get_by_role("list", name="What went wrong")
+    expect(page.get_by_text("No numbers yet.")).to_be_visible()
+    expect(told).to_have_count(0)
+    for step in range(6):
+        marks = {"health/loss_above_start": 1.0} if step in (3, 4) else {}
+        rate = {"health/learning_rate": 1.0} if step == 0 else {}
+        trainer.do(lambda m=marks, r=rate, s=step: client.log_metrics({"train/nll": 1.0 + s, **m, **r}, s).result())
+    expect(told.get_by_role("listitem")).to_have_count(2)
+    first, last = told.get_by_role("listitem").all()
+    for text in ("loss_above_start", "steps 3 to 4", "begin again with a tenth of it"):
+        expect(first).to_contain_text(text)
+    for text in ("learning_rate", "step 0", "take the rule's"):
+        expect(last).to_contain_text(text)
+    known = page.evaluate("import('/console/static/run_health.js').then((found) => Object.keys(found.CONCERNS))")
+    assert sorted(known) == sorted([check.__name__ for check in CHECKS] + ["learning_rate"])
+
+
+def test_the_remaining_time_is_shown_until_the_last_step(server, open_page, trainer):
+    client = trainer.run(server.url, run={"num_steps": 3})
+    trainer.train(client, 2)
+    page = open_page(server.url, f"/console/runs/{client.model_id}")
+    facts = page.locator("[data-row=run]")
+    expect(facts).to_contain_text("2 of 3")
+    expect(facts).to_contain_text("left")
+    trainer.do(train, client, 1, first=3)
+    expect(facts).to_contain_text("3 of 3")
+    expect(facts).not_to_contain_text("left")

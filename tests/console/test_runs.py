@@ -56,6 +56,15 @@ def test_ticked_runs_are_compared(server, open_page, trainer):
     expect(page).to_have_url(re.compile(r"compare="))
 
 
+def test_runs_are_grouped_by_each_field_once(server, open_page, trainer):
+    trainer.run(server.url, run={"config": {"base_model": "lorimer/tiny", "status": "new", "kind": "sft"}})
+    page = open_page(server.url, "/console/runs")
+    names = page.get_by_label("Group runs").locator("option")
+    expect(names.filter(has_text="by kind")).to_have_count(1)
+    told = [name.replace("_", " ") for name in names.all_text_contents()]
+    assert {"by base model", "by status"} < set(told) and len(told) == len(set(told))
+
+
 def test_a_run_that_is_not_there_is_refused_by_name(server, open_page, watch, trainer):
     watch.expected.add(404)
     client = trainer.run(server.url)

@@ -52,6 +52,49 @@ def test_a_phone_never_scrolls_sideways(server, open_page, run):
     expect(page.get_by_role("link", name="Usage")).to_be_hidden()
 
 
+WIDTHS = (1280, 1024, 800)
+LINES = """node => {
+    const texts = [...node.childNodes].filter((child) => child.nodeType === Node.TEXT_NODE);
+    const range = document.createRange();
+    return texts.map((text) => (range.selectNodeContents(text), range.getClientRects().length));
+}"""
+
+
+def test_names_and_actions_stay_in_view_where_tables_are_wide(server, open_page, trainer):
+    config = {
+        "normalise_advantages_by_deviation": 1,
+        "learning_rate": 0.1,
+        "a_field": 1,
+        "one_more_field": 1,
+        "model": 1,
+    }
+    client = trainer.run(server.url, run={"name": "a-run-with-a-name-of-usual-length", "config": config})
+    trainer.do(lambda: client.save_weights_for_sampler("wide").result())
+    columns = ",".join(f"config.{name}" for name in config)
+    page = open_page(server.url)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(f"/console/runs?q={client.model_id}&columns={columns}")
+        name = page.locator("td.wide").first
+        expect(name).to_be_visible()
+        assert name.bounding_box()["width"] >= 150, width
+        head, cells = page.locator("thead th").all(), page.locator("tbody tr").first.locator("td").all()
+        assert [round(one.bounding_box()["x"]) for one in head] == [round(one.bounding_box()["x"]) for one in cells]
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, width
+        page.goto(f"/console/checkpoints?q={client.model_id}")
+        delete = page.get_by_role("button", name=re.compile("^Delete tinker")).first
+        expect(delete).to_be_visible()
+        table = page.locator(".table").first.bounding_box()
+        box = delete.bounding_box()
+        assert box["x"] + box["width"] <= table["x"] + table["width"] + 1, width
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, width
+    page.goto(f"/console/runs/{client.model_id}")
+    long_name = page.locator(".facts dt", has_text="normalise_advantages_by_deviation")
+    expect(long_name).to_be_visible()
+    lines = long_name.evaluate(LINES)
+    assert lines == [1] * len(lines) and long_name.bounding_box()["height"] > 25
+
+
 def test_the_keyboard_alone_reaches_everything(server, open_page, run):
     page = open_page(server.url)
     settled(page)

@@ -85,3 +85,36 @@ def test_a_server_with_keys_says_why_not(keyed, open_page):
     page = open_page(keyed.url, "/console/trainings", key=keyed.key)
     expect(page.get_by_text("This server starts no trainings.")).to_be_visible()
     expect(page.get_by_text("lorimer train sft --config run.yaml")).to_be_visible()
+
+
+def test_a_dry_run_is_measured_and_a_report_belongs_to_its_rows(server, open_page, sums, tmp_path):
+    others = tmp_path / "others.jsonl"
+    others.write_text("\n".join(json.dumps(row) for row in ROWS), "utf-8")
+    page = open_page(server.url, "/console/trainings")
+    page.get_by_label("Kind", exact=True).select_option("sft")
+    page.get_by_label("Rows to train on").set_input_files(sums)
+    page.get_by_role("button", name="Check data").click()
+    expect(page.locator("[data-report=sft]")).to_contain_text("1 duplicates")
+    page.get_by_label("Rows to train on").set_input_files(others)
+    expect(page.locator("[data-report]")).to_have_count(0)
+    page.get_by_label("Rows to train on").set_input_files(sums)
+    page.get_by_label("batch size", exact=True).fill("2")
+    page.get_by_role("button", name="Dry run").click()
+    details = page.locator("[data-training]")
+    for text in ("Memory", "of the engine at its peak", "Problems", "1 duplicates", "Learning rate"):
+        expect(details).to_contain_text(text)
+
+
+def test_the_end_of_the_output_is_followed_and_the_result_is_told(server, open_page, sums):
+    page = open_page(server.url, "/console/trainings")
+    page.get_by_label("Kind", exact=True).select_option("sft")
+    page.get_by_label("Rows to train on").set_input_files(sums)
+    for name, value in (("batch size", "2"), ("epochs", "10")):
+        page.get_by_label(name, exact=True).fill(value)
+    page.get_by_role("button", name="Start", exact=True).click()
+    details = page.locator("[data-training]")
+    expect(details).to_contain_text("finished")
+    expect(details.locator("dt", has_text="test/nll")).to_be_visible()
+    output = details.get_by_label("Output")
+    expect(output).to_contain_text("step 50/")
+    assert output.evaluate("node => node.scrollTop > 0 && node.scrollTop + node.clientHeight >= node.scrollHeight - 1")

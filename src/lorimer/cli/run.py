@@ -123,7 +123,7 @@ def show(run: RunArgument, *, options: ServerOptions) -> None:
             "error": found.error,
             "steps": steps_text(found),
             "duration": duration_text(found.duration_seconds),
-            "remaining": None if found.eta_seconds is None else duration_text(found.eta_seconds),
+            "remaining": duration_text(found.eta_seconds) if found.eta_seconds else None,
             "base model": found.base_model,
             "tags": ", ".join(found.tags),
             "notes": found.notes,

@@ -60,7 +60,10 @@ async def _is_served(connection: Connection, model_name: str) -> bool:
 @lru_cache(maxsize=32)
 def _load(source: str) -> Any:
     transformers = load("transformers", "get_tokenizer", "transformers (pip install transformers)")
-    return transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    # Its warning of "indexing errors" is wrong here: loops truncate, and the server refuses what is too long by name.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def _hub_id(model_name: str) -> str:

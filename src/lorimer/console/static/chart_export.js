@@ -1,7 +1,7 @@
-// Exports what a chart shows: as a picture (PNG with the chart's own canvas, SVG drawn again from its data) or as CSV.
+// Exports what a chart shows: as a picture (SVG drawn again from its data, PNG from that) or as CSV.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { NUM_COLOURS, computed } from "./charts.js";
+import { NUM_COLOURS, computed, markColour } from "./charts.js";
 import { cell } from "./csv.js";
 import { h } from "./dom.js";
 
@@ -9,33 +9,21 @@ const SVG = "http://www.w3.org/2000/svg";
 const FONT = "system-ui, sans-serif";
 const HEAD = 26; // pixels for the title
 const LINE = 18; // pixels for each line of the legend
+const MIN_WIDTH = 1200;
 
 /** Return a file name for a metric. */
 export const fileName = (chart, ending) => `${chart.name.replace(/[^\w.-]+/g, "_").slice(0, 80) || "chart"}.${ending}`;
 
 const strokeOf = (line) => computed(`--c${line.colour % NUM_COLOURS}`);
 
-/** Return the chart as a PNG with its title and legend. */
-export function png(chart) {
-  const { canvas } = chart.plot.ctx;
-  const ratio = uPlot.pxRatio;
-  const lines = chart.lines;
-  const picture = h("canvas", { width: canvas.width, height: canvas.height + (HEAD + LINE * lines.length) * ratio });
-  const ctx = picture.getContext("2d");
-  ctx.fillStyle = computed("--surface");
-  ctx.fillRect(0, 0, picture.width, picture.height);
-  ctx.fillStyle = computed("--text");
-  ctx.font = `600 ${14 * ratio}px ${FONT}`;
-  ctx.fillText(chart.name, 10 * ratio, 19 * ratio);
-  ctx.drawImage(canvas, 0, HEAD * ratio);
-  ctx.font = `${12 * ratio}px ${FONT}`;
-  lines.forEach((line, n) => {
-    const top = HEAD * ratio + canvas.height + n * LINE * ratio;
-    ctx.fillStyle = strokeOf(line);
-    ctx.fillRect(10 * ratio, top + 3 * ratio, 10 * ratio, 10 * ratio);
-    ctx.fillStyle = computed("--text");
-    ctx.fillText(line.label, 26 * ratio, top + 12 * ratio);
-  });
+/** Return the chart as a PNG of at least `MIN_WIDTH` pixels, drawn from its SVG: sharp in print, whatever the screen. */
+export async function png(chart) {
+  const [picture, image] = [h("canvas"), new Image()];
+  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(chart))}`;
+  await image.decode();
+  const ratio = Math.max(uPlot.pxRatio, MIN_WIDTH / image.width);
+  Object.assign(picture, { width: Math.round(image.width * ratio), height: Math.round(image.height * ratio) });
+  picture.getContext("2d").drawImage(image, 0, 0, picture.width, picture.height);
   return new Promise((resolve) => picture.toBlob(resolve, "image/png"));
 }
 
@@ -60,7 +48,8 @@ export function svgText(chart) {
     element("clipPath", { id: "plot" }, element("rect", area)),
     ...axes(plot, area),
     ...marks(chart, plot, area),
-    element("g", { "clip-path": "url(#plot)", fill: "none" }, ...curves(chart, plot)),
+    ...gaps(chart, plot, area),
+    element("g", { "clip-path": "url(#plot)", fill: "none", "stroke-linejoin": "round", "stroke-linecap": "round" }, ...curves(chart, plot)),
     ...lines.flatMap((line, n) => legend(line, plot.height + HEAD + n * LINE)),
   );
   return new XMLSerializer().serializeToString(root);
@@ -95,10 +84,20 @@ function axes(plot, area) {
 function marks(chart, plot, area) {
   return chart.marksOf(plot).map(({ x, kind, label }) => {
     const at = place(plot, x, "x").toFixed(1);
-    const stroke = computed(kind === "resume" ? "--warn" : "--muted");
-    const line = { x1: at, x2: at, y1: area.y, y2: area.y + area.height, stroke, "stroke-dasharray": "3 3" };
-    return element("line", line, element("title", {}, label));
+    const colour = markColour(kind);
+    const line = { x1: at, x2: at, y1: area.y, y2: area.y + area.height, stroke: colour, "stroke-dasharray": "3 3" };
+    const flag = { transform: `translate(${at} ${area.y})`, points: "-4,-5 4,-5 0,1", fill: colour };
+    return element("g", { class: "mark" }, element("title", {}, label), element("line", line), element("polygon", flag));
   });
+}
+
+/** Return a tick for each value that is not finite. */
+function gaps(chart, plot, area) {
+  const [width, height] = [2, 7];
+  const y = area.y + area.height - height;
+  return chart.gapsOf(plot).map((gap) =>
+    element("rect", { class: "gap", x: (place(plot, gap, "x") - width / 2).toFixed(1), y, width, height, fill: computed("--bad") }),
+  );
 }
 
 /** Return one path for each series of uPlot, and one for each band. */

@@ -17,6 +17,9 @@ const ROUNDING = 1e-12;
 export const colour = (n) => `var(--c${n % NUM_COLOURS})`;
 const faint = (rgb, alpha = 0.33) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
 
+/** Return the colour of a mark: of a checkpoint, a resumption or a death of the engine. */
+export const markColour = (kind) => computed({ resume: "--warn", death: "--bad" }[kind] ?? "--muted");
+
 /** Resolve a CSS variable in the current theme, for a canvas. */
 export function computed(name) {
   const probe = h("i", { class: "offscreen" });
@@ -248,12 +251,15 @@ export class MetricChart {
     this.onZoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
+  /** Return where values within the range shown are not finite. */
+  gapsOf(plot) {
+    const { min, max } = plot.scales.x;
+    return this.lines.flatMap(({ columns: [xs, ys] }) => xs.filter((x, i) => ys[i] === null && min <= x && x <= max));
+  }
+
   /** Draw non-finite values as ticks at the bottom: a gap in a long line is too narrow to see. */
   markGaps(plot) {
-    const { min, max } = plot.scales.x;
-    const gaps = this.lines.flatMap(({ columns: [xs, ys] }) =>
-      xs.filter((x, i) => ys[i] === null && min <= x && x <= max),
-    );
+    const gaps = this.gapsOf(plot);
     if (!gaps.length) return;
     const { ctx, bbox } = plot;
     const [width, height] = [2 * uPlot.pxRatio, 7 * uPlot.pxRatio];
@@ -282,7 +288,7 @@ export class MetricChart {
     ctx.lineWidth = ratio;
     for (const { x, kind } of marks) {
       const left = Math.round(plot.valToPos(x, "x", true)) + 0.5;
-      ctx.strokeStyle = ctx.fillStyle = computed({ resume: "--warn", death: "--bad" }[kind] ?? "--muted");
+      ctx.strokeStyle = ctx.fillStyle = markColour(kind);
       ctx.globalAlpha = kind === "checkpoint" ? 0.55 : 0.9;
       ctx.setLineDash([3 * ratio, 3 * ratio]);
       ctx.beginPath();

@@ -240,7 +240,7 @@ export class Curves {
   newChart(name) {
     return new MetricChart(name, "engine", this.signal, {
       onZoom: (range) => this.zoom(range),
-      onStep: (run, step) => window.dispatchEvent(new CustomEvent("lorimer:step", { detail: { run, step } })),
+      onStep: (run, step) => window.dispatchEvent(new CustomEvent("lorimer:step", { detail: { run, step, metric: name } })),
       tools: (chart) => chartTools(chart, () => this.sections.togglePin(name)),
     });
   }

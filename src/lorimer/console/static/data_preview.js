@@ -2,7 +2,7 @@
 
 import { facts, h, short, table } from "./dom.js";
 
-const NAMES = {
+export const PROBLEMS = {
   form: "wrong form",
   nothing_trained: "nothing trained on",
   truncated: "cut off",
@@ -13,7 +13,7 @@ const MAX_FINDINGS = 20;
 
 /** Build the report of `/api/v1/data/check`. */
 export function dataPreview(report) {
-  const problems = Object.entries(report.problems).map(([name, count]) => `${count} ${NAMES[name] || name}`);
+  const problems = Object.entries(report.problems).map(([name, count]) => `${count} ${PROBLEMS[name] || name}`);
   const lengths = Object.entries(report.lengths).map(([name, value]) => `${name} ${value}`);
   return h(
     "div",
@@ -34,7 +34,7 @@ export function dataPreview(report) {
 
 function findingTable(findings) {
   const columns = [
-    { label: "Problem", value: (one) => NAMES[one.problem] || one.problem },
+    { label: "Problem", value: (one) => PROBLEMS[one.problem] || one.problem },
     { label: "Row", number: true, value: (one) => (one.file === "data" ? one.row : `${one.row} of held-out rows`) },
     { label: "What", wide: true, value: (one) => one.text },
   ];

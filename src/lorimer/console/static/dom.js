@@ -125,7 +125,10 @@ export function sortButton(label, field, sort, startsHigh, onsort) {
   const isDescending = sort.startsWith("-");
   const next = isSorted ? (isDescending ? field : `-${field}`) : `${startsHigh ? "-" : ""}${field}`;
   const mark = isSorted ? (isDescending ? " ↓" : " ↑") : "";
-  return button(label + mark, () => onsort(next), { class: "sort", title: `Sort by ${label.toLowerCase()}` });
+  const pieces = breakable(label);
+  const name = pieces.length > 1 ? label + mark : null; // breaks would be read as spaces
+  const attrs = { class: "sort", title: `Sort by ${label.toLowerCase()}`, "aria-label": name };
+  return button([pieces, mark], () => onsort(next), attrs);
 }
 
 /** Build a list of what to sort by, `[label, field]`, for phones, where the headings of a table are not shown. */
@@ -161,8 +164,13 @@ export function facts(pairs) {
   return h(
     "dl",
     { class: "facts" },
-    shown.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
+    shown.map(([name, value]) => h("div", null, h("dt", null, breakable(name)), h("dd", null, value))),
   );
+}
+
+/** Let a long name continue on the next line after its punctuation. */
+export function breakable(name) {
+  return name.split(/(?<=[/._])/).flatMap((piece, n) => (n ? [h("wbr"), piece] : [piece]));
 }
 
 /** Build a badge; kinds are ok, busy, warn, bad and idle. */

@@ -9,7 +9,7 @@ export function errorTable(errors) {
       { label: "When", class: "tight", value: (row) => ago(row.at) },
       {
         label: "What",
-        value: (row) => [row.kind, row.run_id && [" of ", runLink(row.run_id)]],
+        value: (row) => [row.kind === "rejected" ? "rejected request" : row.kind, row.run_id && [" of ", runLink(row.run_id)]],
       },
       {
         label: "Error",

@@ -88,7 +88,10 @@ export class ModelPicker {
 
   #open(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = this.#choices().filter((one) => words.every((word) => `${one.name} ${one.id}`.toLowerCase().includes(word)));
+    const isOther = (one) => !one.name.toLowerCase().includes(words.join(" "));
+    const fits = this.#choices()
+      .filter((one) => words.every((word) => `${one.name} ${one.id}`.toLowerCase().includes(word)))
+      .sort((a, b) => isOther(a) - isOther(b)); // "seed 0" before "seed 1 · step 60"
     this.#found = fits.slice(0, MAX_SHOWN);
     this.#active = -1;
     const rest = fits.length - this.#found.length;

@@ -3,6 +3,7 @@
 import { del, part, send } from "./api.js";
 import { ago, button, confirmDialog, facts, formDialog, h, runLink, short, span, table, toast } from "./dom.js";
 import { labels, progress, statusBadge } from "./pages/runs.js";
+import { runHealth } from "./run_health.js";
 
 const pathOf = (run) => `/api/v1/runs/${part(run.run_id)}`;
 
@@ -53,7 +54,7 @@ export function runActions(run, changed, gone) {
 
 /** Build the panel of a run's status, progress, labels and lineage. */
 export function runFacts(run) {
-  const remaining = run.eta_seconds === null ? null : `${span(run.eta_seconds)} left`;
+  const remaining = run.eta_seconds ? `${span(run.eta_seconds)} left` : null; // none during a last evaluation
   return h(
     "div",
     { "data-row": "run" },
@@ -68,6 +69,7 @@ export function runFacts(run) {
     ]),
     run.error && h("p", { class: "run-error", role: "status" }, run.error),
     run.notes && h("p", { class: "run-notes" }, run.notes),
+    runHealth(run),
   );
 }
 

@@ -26,17 +26,16 @@ export function runTabs(runId, current) {
   );
 }
 
-/** Return the address of a step's rollouts. */
-export const stepRollouts = (runId, step) => `/console/runs/${part(runId)}/rollouts?step=${step}`;
-
 const DOUBLE_CLICK_MS = 300;
 
-/** Let a click on a chart lead to the rollouts of that step, if the run has any; a double click does something else. */
+/** Let a click on a chart lead to the rollouts of that step, if the run has any, of the split of the metric; a double click does something else. */
 export function followSteps({ navigate, signal }) {
   let waiting = null;
-  const follow = async ({ run, step }) => {
-    const { num_rollouts: number } = await get(`/api/v1/runs/${part(run)}/rollout_steps`, { bins: 1 }, signal);
-    if (number && !signal.aborted) navigate(stepRollouts(run, step));
+  const follow = async ({ run, step, metric }) => {
+    const { num_rollouts: number, values } = await get(`/api/v1/runs/${part(run)}/rollout_steps`, { bins: 1 }, signal);
+    const split = values.split?.find((name) => metric.startsWith(`${name}/`)); // `test/reward` is of the split `test`
+    const query = new URLSearchParams({ step, ...(split && { split }) });
+    if (number && !signal.aborted) navigate(`/console/runs/${part(run)}/rollouts?${query}`);
   };
   window.addEventListener("dblclick", () => clearTimeout(waiting), { signal });
   window.addEventListener(

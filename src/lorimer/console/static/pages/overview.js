@@ -33,9 +33,9 @@ export async function render(root, { live, signal }) {
   await live(async () => {
     const [overview, runs] = await Promise.all([
       get("/api/v1/overview", null, signal),
-      get("/api/v1/runs", { sort: "-created", archived: "any", limit: NUM_RUNS }, signal),
+      get("/api/v1/runs", { sort: "-created", limit: NUM_RUNS }, signal),
     ]);
-    draw(parts, overview, runs.total_count);
+    draw(parts, overview, runs.total_count > 0 || overview.models.some((model) => model.num_runs > 0));
     parts.drawRuns(runs.runs);
     if (!parts.queue.isConnected) {
       replace(
@@ -50,7 +50,7 @@ export async function render(root, { live, signal }) {
   }, SECONDS);
 }
 
-function draw(parts, overview, numRuns) {
+function draw(parts, overview, hasRuns) {
   replace(
     parts.summary,
     h("span", { class: "muted" }, `version ${overview.version}, started `, ago(overview.started_at)),
@@ -63,8 +63,8 @@ function draw(parts, overview, numRuns) {
   );
   parts.drawQueue(overview.queue);
   parts.drawErrors(overview.errors);
-  if (numRuns && parts.start.firstChild) replace(parts.start);
-  if (!numRuns && !parts.start.firstChild) replace(parts.start, firstSteps(overview.models[0]?.name));
+  if (hasRuns && parts.start.firstChild) replace(parts.start);
+  if (!hasRuns && !parts.start.firstChild) replace(parts.start, firstSteps(overview.models[0]?.name));
 }
 
 function modelPanel(model) {

@@ -2,7 +2,7 @@
 // one rollout, its group, or two steps compared. The URL contains all choices, so that a link shows the same view.
 
 import { get, part } from "../api.js";
-import { badge, button, choice, copyButton, empty, h, pageHead, replace, searchBox, short, toast } from "../dom.js";
+import { badge, button, choice, copyButton, empty, h, pageHead, replace, searchBox, short, span, toast } from "../dom.js";
 import { save } from "../files.js";
 import { rolloutsProgram } from "../getting_started.js";
 import { whenChanged } from "../redraw.js";
@@ -27,6 +27,7 @@ const SORTS = [
 ];
 const BIN = /^([-+.e\d]+),([-+.e\d]+)(\]?)$/; // the last bin has its upper border
 const CHOICES = ["step", "q", "split", "stop", "bin", "sort", "rollout", "view", "with", "shade"];
+const ALL = "*"; // all splits; without a choice those of training are shown, if there are others too
 const TYPING_MS = 250;
 const MAX_QUESTION = 90; // characters
 const NARROW = "(max-width: 860px)"; // where a rollout takes the place of the list
@@ -58,10 +59,12 @@ class Viewer {
     this.chosen = Object.fromEntries(CHOICES.map((name) => [name, query.get(name) || ""]));
     if (!SORTS.some(([sort]) => sort === this.chosen.sort)) this.chosen.sort = "step";
     this.counts = { steps: [], edges: [], counts: [], values: {}, num_rollouts: 0 };
+    this.known = { split: [], stop: [] }; // also those of rollouts that are filtered out
     this.listed = [];
     this.strip = stepStrip((step) => this.choose({ step: String(step), bin: "", rollout: "", view: "" }));
     this.controls = h("div", { class: "row rollout-controls" });
     this.steps = h("div", { class: "row rollout-steps" });
+    this.times = h("span", { class: "muted rollout-times" });
     this.bins = h("div");
     this.list = h("div", { class: "rollout-list", "data-loading": "" });
     this.detail = h("div", { class: "rollout-detail" });
@@ -75,8 +78,15 @@ class Viewer {
 
   /** Return the conditions that do not depend on the step or the bin. */
   conditions() {
-    const { q, split, stop } = this.chosen;
+    const { split, chosen: { q, stop } } = this;
     return [split && `split=${quoted(split)}`, stop && `stop=${quoted(stop)}`, q].filter(Boolean);
+  }
+
+  /** Return the split shown, or "": rewards of training and of evaluations have no common mean. */
+  get split() {
+    const { split } = this.chosen;
+    if (split) return split === ALL ? "" : split;
+    return this.known.split.length > 1 && this.known.split.includes("train") ? "train" : "";
   }
 
   /** Return the step shown: the chosen one, or the nearest that has rollouts; the newest if none was chosen. */
@@ -100,9 +110,21 @@ class Viewer {
   }
 
   async refresh() {
-    this.counts = await get(`${this.path}/rollout_steps`, { q: this.conditions().join(" ") }, this.signal);
-    this.drawCounts([this.counts, this.step, this.chosen.bin]);
-    if (this.asked !== this.key()) await this.load();
+    if (!this.known.split.length) this.learn(await this.count([]));
+    const split = this.split;
+    this.counts = await this.count(this.conditions());
+    this.learn(this.counts);
+    if (split !== this.split) this.counts = await this.count(this.conditions());
+    this.drawCounts([this.counts, this.step, this.chosen.bin, this.split, this.known]);
+    await Promise.all([this.asked !== this.key() && this.load(), this.timed !== this.step && this.loadTimes()]);
+  }
+
+  count(conditions) {
+    return get(`${this.path}/rollout_steps`, { q: conditions.join(" ") }, this.signal);
+  }
+
+  learn({ values }) {
+    for (const name of Object.keys(this.known)) this.known[name] = [...new Set([...this.known[name], ...(values[name] ?? [])])];
   }
 
   /** Return what the list depends on; a step that grows is read again. */
@@ -125,7 +147,7 @@ class Viewer {
   // ── steps, bins and controls ──────────────────────────────────────────────────────────────────────
 
   showCounts() {
-    const { steps, edges, values } = this.counts;
+    const { steps, edges } = this.counts;
     const isFiltered = this.conditions().length > 0;
     if (!steps.length && !isFiltered && !this.controls.isConnected)
       return replace(this.nothing, empty("No rollouts yet.", "The RL, distillation and evaluation loops log them. From a program:", rolloutsProgram()));
@@ -136,8 +158,8 @@ class Viewer {
     replace(this.steps, this.stepControls(index, here));
     const counts = here ? here.counts : this.counts.counts;
     replace(this.bins, edges.length > 1 && histogram(edges, counts, this.binOf(edges), (i) => this.chooseBin(i)));
-    this.stops.update(values.stop || []);
-    this.splits.update(values.split || []);
+    this.stops.update(this.known.stop, this.chosen.stop);
+    this.splits.update(this.known.split, this.split);
     return undefined;
   }
 
@@ -148,8 +170,8 @@ class Viewer {
       clearTimeout(typing);
       typing = setTimeout(() => this.choose({ q: text, bin: "" }), TYPING_MS);
     });
-    this.splits = menu("Split", "all splits", this.chosen.split, (split) => this.choose({ split, bin: "" }));
-    this.stops = menu("Stop reason", "any stop", this.chosen.stop, (stop) => this.choose({ stop, bin: "" }));
+    this.splits = menu("Split", "all splits", (split) => this.choose({ split: split || ALL, bin: "" }));
+    this.stops = menu("Stop reason", "any stop", (stop) => this.choose({ stop, bin: "" }));
     const sorts = choice("Sort", SORTS, sort, (value) => this.choose({ sort: value }));
     const saver = button("Export JSONL", (event) => this.exportLines(event.currentTarget), {
       class: "quiet small",
@@ -197,7 +219,19 @@ class Viewer {
       h("span", { class: "muted" }, `${short(count)} rollouts`),
       here?.mean_reward !== null && here && h("span", { class: "muted" }, `mean reward ${short(here.mean_reward)}`),
       here?.mean_tokens && h("span", { class: "muted" }, `${short(here.mean_tokens)} tokens on average`),
+      this.times,
     ];
+  }
+
+  /** Show how long the step took, as the program reported it: the metrics `time/...`. */
+  async loadTimes() {
+    const { step } = this;
+    const asked = { first_step: step, last_step: step };
+    const { series } = step === null ? { series: [] } : await get(`${this.path}/metrics`, asked, this.signal);
+    if (step !== this.step) return;
+    const times = series.filter(({ name, points }) => name.startsWith("time/") && points.at(-1)?.[2] > 0);
+    replace(this.times, times.map(({ name, points }) => `${name.slice(5).replace("_seconds", "")} ${span(points.at(-1)[2])}`).join(", "));
+    this.timed = times.length ? step : undefined; // the program may report them after the rollouts
   }
 
   binOf(edges) {
@@ -283,7 +317,7 @@ class Viewer {
       h(
         "a",
         {
-          href: `${location.pathname}?${new URLSearchParams({ rollout: one.rollout_id, step: one.step })}`,
+          href: `${location.pathname}?${new URLSearchParams({ rollout: one.rollout_id, step: one.step, split: one.split })}`,
           "aria-current": isOpen ? "true" : null,
           onclick: (event) => {
             if (event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
@@ -410,12 +444,11 @@ class Viewer {
 }
 
 /** Build a select whose values change; the chosen one stays, also when nothing has it any more. */
-function menu(label, all, chosen, onValue) {
+function menu(label, all, onValue) {
   const element = h("span");
-  let value = chosen;
-  const update = whenChanged((values) => {
-    const pairs = [["", all], ...[...new Set([...values, ...(value ? [value] : [])])].map((one) => [one, one])];
-    replace(element, choice(label, pairs, value, (picked) => onValue((value = picked))));
+  const draw = whenChanged(([values, chosen]) => {
+    const pairs = [["", all], ...[...new Set([...values, ...(chosen ? [chosen] : [])])].map((one) => [one, one])];
+    replace(element, choice(label, pairs, chosen, onValue));
   });
-  return { element, update };
+  return { element, update: (values, chosen) => draw([values, chosen]) };
 }

@@ -142,8 +142,9 @@ async function loadGroup(state, { value, num_runs: count }, signal) {
 // ── controls ────────────────────────────────────────────────────────────────────────────────────────
 
 function groupChoice(state, change) {
-  const plain = ["tag", "status", "base_model", "session"].map((name) => [name, `by ${name.replace("_", " ")}`]);
-  const fields = state.fields.config.map((name) => [`config.${name}`, `by ${name}`]);
+  const own = ["tag", "status", "base_model", "session"];
+  const plain = own.map((name) => [name, `by ${name.replace("_", " ")}`]);
+  const fields = state.fields.config.filter((name) => !own.includes(name)).map((name) => [`config.${name}`, `by ${name}`]);
   const known = [["", "not grouped"], ...plain, ...fields];
   if (state.group && !known.some(([name]) => name === state.group)) known.push([state.group, `by ${state.group}`]);
   return choice("Group runs", known, state.group, (value) =>
@@ -364,10 +365,10 @@ function runTable(runs, state, compare, change) {
   return table(
     [
       { label: "", head: h("span", { class: "offscreen" }, "Compare"), class: "choose", value: tick },
-      sorted("Run", "name", { wide: true, value: nameOf }),
+      sorted("Run", "name", { wide: true, class: "run-name", value: nameOf }),
       sorted("Status", "status", { class: "tight", value: statusBadge }),
       sorted("Steps", "steps", { number: true, value: progress }),
-      ...state.columns.map((name) => sorted(name, name, { number: true, value: (run) => shown(run.values?.[name]) })),
+      ...state.columns.map((name) => sorted(name, name, { number: true, class: "chosen-field", value: (run) => shown(run.values?.[name]) })),
       { label: "Tags", value: labels },
       sorted("Base model", "base_model", { class: "tight", value: (run) => run.base_model }),
       sorted("Duration", "duration", { number: true, value: (run) => span(run.duration_seconds) }),

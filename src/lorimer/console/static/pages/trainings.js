@@ -1,11 +1,12 @@
 // Starts trainings in processes of the server, and lists them: choose a kind and a model, look at data, measure, start.
 
 import { del, get, part, post } from "../api.js";
-import { dataPreview } from "../data_preview.js";
+import { PROBLEMS, dataPreview } from "../data_preview.js";
 import {
   ago,
   badge,
   button,
+  bytes,
   choice,
   confirmDialog,
   copyButton,
@@ -34,7 +35,7 @@ export async function render(root, { query, signal, live, setQuery }) {
   const parts = { form: h("div"), list: h("div"), details: h("div") };
   root.append(pageHead(title), panel("New training", parts.form), panel("Trainings", parts.list), parts.details);
   const drawList = whenChanged((found) => redraw(parts.list, trainingTable(found, state.chosen, actions)));
-  const drawDetails = whenChanged((found) => redraw(parts.details, found && details(found)));
+  const drawDetails = whenChanged((found) => followEnd(parts.details, () => redraw(parts.details, found && details(found))));
   const load = async () => {
     const { trainings } = await get("/api/v1/trainings", { limit: 50 }, signal);
     drawList(trainings);
@@ -71,6 +72,17 @@ export async function render(root, { query, signal, live, setQuery }) {
   await drawForm(parts.form, signal, choose);
 }
 
+/** Show the end of the output, as it grows, unless somebody reads further up. */
+function followEnd(node, draw) {
+  const find = () => node.querySelector(".output");
+  const before = find();
+  const id = before?.dataset.of;
+  const top = before && before.scrollTop + before.clientHeight < before.scrollHeight - 1 ? before.scrollTop : null;
+  draw();
+  const after = find();
+  if (after) after.scrollTop = after.dataset.of === id && top !== null ? top : after.scrollHeight;
+}
+
 // ── a new training ──────────────────────────────────────────────────────────────────────────────────
 
 async function drawForm(place, signal, choose) {
@@ -90,12 +102,14 @@ async function drawForm(place, signal, choose) {
 function form(kinds, models, signal, choose) {
   const state = { kind: Object.keys(kinds)[0], model: models[0], fields: null };
   const parts = { about: h("p", { class: "muted" }), settings: h("div"), report: h("div", { role: "status" }) };
-  const files = { data: fileField("Rows to train on"), held_out_data: fileField("Held-out rows (optional)") };
+  const forget = () => replace(parts.report); // it is of other rows, or of another form
+  const files = { data: fileField("Rows to train on", forget), held_out_data: fileField("Held-out rows (optional)", forget) };
   const setKind = (kind) => {
     state.kind = kind;
     state.fields = settingFields(kinds[kind]);
     replace(parts.about, kinds[kind].description);
     replace(parts.settings, state.fields.node);
+    forget();
     const isRecipe = kind.startsWith(RECIPE);
     const rows = kinds[kind]["x-rows"];
     files.data.input.required = rows === "needed";
@@ -165,8 +179,8 @@ function form(kinds, models, signal, choose) {
   return node;
 }
 
-function fileField(label) {
-  const input = h("input", { type: "file", accept: ".jsonl,application/jsonl", "aria-label": label });
+function fileField(label, onchange) {
+  const input = h("input", { type: "file", accept: ".jsonl,application/jsonl", "aria-label": label, onchange });
   return {
     input,
     node: h("label", { class: "field" }, h("span", null, label), input),
@@ -179,7 +193,7 @@ function fileField(label) {
 // ── trainings ───────────────────────────────────────────────────────────────────────────────────────
 
 function trainingTable(found, chosen, actions) {
-  if (!found.length) return empty("No trainings yet.", "Those of `lorimer train` are among the runs.");
+  if (!found.length) return empty("No trainings yet.", "Those started in a terminal are among the runs.");
   const named = (label, act, one, attrs) =>
     button(label, () => act(one), { class: "quiet small", "aria-label": `${label} ${nameOf(one)}`, ...attrs });
   const columns = [
@@ -218,6 +232,28 @@ const nameOf = (one) =>
     ? `${one.kind.slice(RECIPE.length)} ${one.training_id.slice(0, 6)}`
     : one.settings.name || one.training_id.slice(0, 6);
 
+/** Return what a dry run found, as `lorimer train --dry-run` prints it. */
+function measured(result) {
+  const problems = Object.entries(result.problems ?? {}).map(([name, count]) => `${count} ${PROBLEMS[name] ?? name}`);
+  return [
+    ["Examples", result.num_examples && `${short(result.num_examples)}, and ${short(result.num_held_out)} held out`],
+    ["Steps", result.num_steps && short(result.num_steps)],
+    ["Tokens", result.num_tokens && short(result.num_tokens)],
+    ["Truncated", result.num_truncated ? `${short(result.num_truncated)} examples` : null],
+    ["Problems", problems.join(", ")],
+    ["A step takes", result.seconds_per_step && span(result.seconds_per_step)],
+    ["All steps take", result.seconds && `${span(result.seconds)}, without evaluations and checkpoints`],
+    ["Evaluations", result.num_evaluations || null],
+    ["Memory", result.engine_bytes && `${bytes(result.engine_bytes)} of the engine at its peak, ${bytes(result.available_bytes)} free`],
+    ["Learning rate", result.learning_rate && short(result.learning_rate)],
+  ];
+}
+
+/** Return the last held-out metrics of a training. */
+function reached({ metrics = {} }) {
+  return Object.entries(metrics).flatMap(([name, value]) => (name.startsWith("test/") ? [[name, short(value)]] : []));
+}
+
 function details(one) {
   const result = one.result || {};
   return panel(
@@ -230,14 +266,10 @@ function details(one) {
         ["Error", one.error],
         ["Run", one.run_id && runLink(one.run_id)],
         ["Starts", one.num_starts > 1 ? one.num_starts : null],
-        ["Examples", result.num_examples && `${short(result.num_examples)}, and ${short(result.num_held_out)} held out`],
-        ["Steps", result.num_steps && short(result.num_steps)],
-        ["Tokens", result.num_tokens && short(result.num_tokens)],
-        ["A step takes", result.seconds_per_step && span(result.seconds_per_step)],
-        ["All steps take", result.seconds && span(result.seconds)],
+        ...(one.dry_run ? measured(result) : reached(result)),
       ]),
       result.sampler_path && h("div", { class: "row" }, h("code", null, result.sampler_path), copyButton(result.sampler_path)),
-      h("pre", { class: "output", tabindex: "0", "aria-label": "Output" }, one.output || "Nothing was printed yet."),
+      h("pre", { class: "output", tabindex: "0", "aria-label": "Output", "data-of": one.training_id }, one.output || "Nothing was printed yet."),
     ),
   );
 }
