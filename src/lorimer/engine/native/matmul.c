@@ -23,7 +23,8 @@
 #endif
 #define FEW 8 /* rows for which packed columns would not be read often enough */
 #define WIDTH (2 * LANES)
-#define ROWS 768 /* of one task: so many that packing the columns anew for the next ones is negligible */
+#define LINE 64 /* bytes that memory is read by */
+#define ROWS 768 /* of one task at the most: so many that packing the columns anew for the next ones is negligible */
 #define BLOCK (8 * TILE) /* columns of a factor that are turned into rows together */
 #define CHUNK 512 /* steps that are added up before their sums are added to others', so that the cache holds them */
 #define SHUFFLE __builtin_shufflevector
@@ -45,50 +46,41 @@ INLINE Vector add_step(Vector total, Vector columns, const float *of_row) {
 
 /* ── columns ─────────────────────────────────────────────────────────────────────────────────────── */
 
-INLINE void transpose(Vector *rows) {
-    Vector t[LANES];
+/* Load 16 bytes of every fourth row, beside each other. */
+INLINE Vector load_every_fourth(const char *from, int64_t stride) {
 #if LANES == 16
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        t[i] = SHUFFLE(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        t[i + 1] = SHUFFLE(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    }
-    /* Afterwards quarter q of rows[4 * g + c] has column 4 * q + c of the rows 4 * g to 4 * g + 3. */
-    UNROLL for (int i = 0; i < 16; i += 4)
-        UNROLL for (int j = 0; j < 2; j++) {
-            Vector a = t[i + j], b = t[i + 2 + j];
-            rows[i + 2 * j] = SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            rows[i + 2 * j + 1] = SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    UNROLL for (int c = 0; c < 4; c++) {
-        Vector halves[4];
-        UNROLL for (int i = 0; i < 2; i++) {
-            Vector a = rows[8 * i + c], b = rows[8 * i + 4 + c];
-            halves[2 * i] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-            halves[2 * i + 1] = SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-        }
-        UNROLL for (int i = 0; i < 2; i++) {
-            Vector a = halves[i], b = halves[2 + i];
-            t[4 * i + c] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-            t[8 + 4 * i + c] = SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-        }
-    }
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float *)from));
+    x = _mm512_mask_broadcast_f32x4(x, 0x00f0, _mm_loadu_ps((const float *)(from + 4 * stride)));
+    x = _mm512_mask_broadcast_f32x4(x, 0x0f00, _mm_loadu_ps((const float *)(from + 8 * stride)));
+    return (Vector)_mm512_mask_broadcast_f32x4(x, 0xf000, _mm_loadu_ps((const float *)(from + 12 * stride)));
 #else
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        t[i] = SHUFFLE(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        t[i + 1] = SHUFFLE(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4)
-        UNROLL for (int j = 0; j < 2; j++) {
-            Vector a = t[i + j], b = t[i + 2 + j];
-            rows[i + 2 * j] = SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
-            rows[i + 2 * j + 1] = SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    UNROLL for (int c = 0; c < 4; c++) {
-        t[c] = SHUFFLE(rows[c], rows[4 + c], 0, 1, 2, 3, 8, 9, 10, 11);
-        t[4 + c] = SHUFFLE(rows[c], rows[4 + c], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
+    Four low, high;
+    memcpy(&low, from, sizeof low);
+    memcpy(&high, from + 4 * stride, sizeof high);
+    return SHUFFLE(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
 #endif
-    UNROLL for (int i = 0; i < LANES; i++) rows[i] = t[i];
+}
+
+#if LANES == 16
+#define IN_QUARTERS(A, B, C, D) A, B, C, D, A + 4, B + 4, C + 4, D + 4, A + 8, B + 8, C + 8, D + 8, A + 12, B + 12, C + 12, D + 12
+#else
+#define IN_QUARTERS(A, B, C, D) A, B, C, D, A + 4, B + 4, C + 4, D + 4
+#endif
+
+/* Read LANES rows of as many floats, `stride` bytes apart, as columns. */
+INLINE void transpose(const char *from, int64_t stride, Vector *columns) {
+    UNROLL for (int c = 0; c < LANES; c += 4) {
+        Vector rows[4], low[2], high[2];
+        UNROLL for (int i = 0; i < 4; i++) rows[i] = load_every_fourth(from + i * stride + 4 * c, stride);
+        UNROLL for (int i = 0; i < 2; i++) {
+            low[i] = SHUFFLE(rows[2 * i], rows[2 * i + 1], IN_QUARTERS(0, LANES, 1, LANES + 1));
+            high[i] = SHUFFLE(rows[2 * i], rows[2 * i + 1], IN_QUARTERS(2, LANES + 2, 3, LANES + 3));
+        }
+        columns[c] = SHUFFLE(low[0], low[1], IN_QUARTERS(0, 1, LANES, LANES + 1));
+        columns[c + 1] = SHUFFLE(low[0], low[1], IN_QUARTERS(2, 3, LANES + 2, LANES + 3));
+        columns[c + 2] = SHUFFLE(high[0], high[1], IN_QUARTERS(0, 1, LANES, LANES + 1));
+        columns[c + 3] = SHUFFLE(high[0], high[1], IN_QUARTERS(2, 3, LANES + 2, LANES + 3));
+    }
 }
 
 #define PER_STEP (1 + PAIRED)
@@ -102,14 +94,14 @@ INLINE void transpose(Vector *rows) {
 /* Load `num` numbers, up to a vector, of each of `num_rows` rows, and return one vector of columns for each step. */
 INLINE void load_columns(const Number *from, int64_t num_rows, int64_t stride, int64_t num, Vector *columns) {
     Vector rows[LANES];
-    if (num_rows >= LANES && num >= PER_VECTOR)
-        UNROLL for (int i = 0; i < LANES; i++) memcpy(&rows[i], from + i * stride, sizeof rows[i]);
-    else
-        for (int i = 0; i < LANES; i++) {
-            rows[i] = all(0);
-            if (i < num_rows) memcpy(&rows[i], from + i * stride, least(num, PER_VECTOR) * sizeof(Number));
-        }
-    transpose(rows);
+    if (num_rows >= LANES && num >= PER_VECTOR) {
+        transpose((const char *)from, stride * sizeof(Number), rows);
+    } else {
+        Number whole[LANES * PER_VECTOR] = {0};
+        for (int64_t i = 0; i < least(num_rows, LANES); i++)
+            memcpy(whole + i * PER_VECTOR, from + i * stride, least(num, PER_VECTOR) * sizeof(Number));
+        transpose((const char *)whole, sizeof(Vector), rows);
+    }
 #if defined(BFLOAT16) && !PAIRED
     UNROLL for (int i = 0; i < LANES; i++) {
         columns[2 * i] = (Vector)((Bits)rows[i] << 16);
@@ -184,26 +176,46 @@ INLINE void finish(const Result *result, int64_t row, int64_t column, Vector tot
     else store_few(to, other ? total + load_few(other, num, 0) : total, num);
 }
 
-/* Multiply COUNT rows, `stride` floats apart, with packed columns; ask for 128 bytes at `next` for each step. */
+/* Return into how many blocks of rows a product is divided, so that there are enough tasks for all threads. Which of them
+ * computes a row does not change it. */
+static int64_t count_blocks(int64_t num_rows, int64_t num_panels, int64_t num_threads) {
+    int64_t num = (num_rows + ROWS - 1) / ROWS, wanted = (4 * num_threads + num_panels - 1) / num_panels;
+    return wanted > num ? least(wanted, (num_rows + BLOCK - 1) / BLOCK) : num;
+}
+
+/* Multiply COUNT rows, `stride` floats apart, with packed columns; meanwhile ask for `num_lines` lines at `next`, which is
+ * at most two for each step. */
 INLINE void multiply_tile(const int COUNT, const float *rows, int64_t stride, const float *packed, int64_t num_steps,
-                          const char *next, const Result *result, int64_t first) {
+                          const char *next, int64_t num_lines, const Result *result, int64_t first) {
     Vector sums[2 * TILE];
     UNROLL for (int i = 0; i < 2 * COUNT; i++) sums[i] = all(0);
     for (int64_t k = 0; k < num_steps; k++) {
         Vector left = load_wide(packed + k * WIDTH), right = load_wide(packed + k * WIDTH + LANES);
-        if (next) {
-            __builtin_prefetch(next + k * 128, 0, 2);
-            __builtin_prefetch(next + k * 128 + 64, 0, 2);
-        }
+        if (k < num_lines) __builtin_prefetch(next + k * LINE, 0, 2);
+        if (k + num_steps < num_lines) __builtin_prefetch(next + (k + num_steps) * LINE, 0, 2);
         UNROLL for (int n = 0; n < COUNT; n++) {
             sums[2 * n] = add_step(sums[2 * n], left, rows + n * stride + k);
             sums[2 * n + 1] = add_step(sums[2 * n + 1], right, rows + n * stride + k);
         }
     }
-    UNROLL for (int n = 0; n < COUNT; n++) {
-        finish(result, first + n, 0, sums[2 * n]);
-        finish(result, first + n, LANES, sums[2 * n + 1]);
-    }
+    if (result->num_columns == WIDTH && !result->wide && !result->bias) { /* the usual case, with one branch */
+        Vector scale = all(result->scale);
+        Number *to = result->to + first * result->stride;
+        if (result->is_added)
+            UNROLL for (int n = 0; n < COUNT; n++, to += result->stride) {
+                store(to, sums[2 * n] * scale + load(to));
+                store(to + LANES, sums[2 * n + 1] * scale + load(to + LANES));
+            }
+        else
+            UNROLL for (int n = 0; n < COUNT; n++, to += result->stride) {
+                store(to, sums[2 * n] * scale);
+                store(to + LANES, sums[2 * n + 1] * scale);
+            }
+    } else
+        UNROLL for (int n = 0; n < COUNT; n++) {
+            finish(result, first + n, 0, sums[2 * n]);
+            finish(result, first + n, LANES, sums[2 * n + 1]);
+        }
 }
 
 #if TILE == 12
@@ -214,13 +226,16 @@ INLINE void multiply_tile(const int COUNT, const float *rows, int64_t stride, co
 
 /* Multiply rows `first` to `last` with packed columns. */
 NOINLINE void multiply_packed(const float *rows, int64_t stride, int64_t first, int64_t last, const float *packed,
-                            int64_t num_steps, const char *next, const Result *result) {
+                            int64_t num_steps, const char *next, int64_t num_lines, const Result *result) {
     int64_t num_tiles = (last - first + TILE - 1) / TILE;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
         int64_t from = first + tile * (last - first) / num_tiles, to = first + (tile + 1) * (last - first) / num_tiles;
+        /* Memory is read all the time, not by the first tile alone. */
+        int64_t line = tile * num_lines / num_tiles, lines = (tile + 1) * num_lines / num_tiles - line;
 #define CASE(COUNT) \
     case COUNT: \
-        multiply_tile(COUNT, rows + from * stride, stride, packed, num_steps, tile ? 0 : next, result, from); \
+        multiply_tile(COUNT, rows + from * stride, stride, packed, num_steps, next + line * LINE, lines, result, \
+                      from); \
         break;
         switch (to - from) { CASES }
 #undef CASE
@@ -274,11 +289,13 @@ typedef struct {
  * `stride` floats apart. */
 void multiply(const float *x, int64_t stride, int64_t num_rows, int64_t size, const Part *parts, int64_t num_parts,
               float scale, int64_t is_added, Number *y, int64_t y_stride, int64_t num_threads, float *scratch) {
-    int64_t num_steps = size / PER_STEP, num_blocks = (num_rows + ROWS - 1) / ROWS, num_panels = 0;
+    int64_t num_steps = size / PER_STEP, num_panels = 0;
     for (int64_t i = 0; i < num_parts; i++) num_panels += (parts[i].num_columns + WIDTH - 1) / WIDTH;
+    int64_t num_blocks = count_blocks(num_rows, num_panels, num_threads);
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (int64_t task = 0; task < num_blocks * num_panels; task++) {
-        int64_t panel = task % num_panels, row = task / num_panels * ROWS, offset = 0, thread = 0;
+        int64_t panel = task % num_panels, block = task / num_panels, offset = 0, thread = 0;
+        int64_t first = block * num_rows / num_blocks, last = (block + 1) * num_rows / num_blocks;
         const Part *part = parts;
         for (;; part++) {
             int64_t own = (part->num_columns + WIDTH - 1) / WIDTH;
@@ -299,8 +316,9 @@ void multiply(const float *x, int64_t stride, int64_t num_rows, int64_t size, co
         }
         float *packed = scratch + thread * num_steps * WIDTH;
         pack_rows(weight, left, size, packed);
-        const char *next = left > WIDTH ? (const char *)(weight + WIDTH * size) : 0;
-        multiply_packed(x, stride, row, least(row + ROWS, num_rows), packed, num_steps, next, &result);
+        const char *next = (const char *)(weight + WIDTH * size);
+        int64_t num_lines = left >= 2 * WIDTH ? WIDTH * size * (int64_t)sizeof(Number) / LINE : 0;
+        multiply_packed(x, stride, first, last, packed, num_steps, next, num_lines, &result);
     }
 }
 
@@ -308,12 +326,13 @@ void multiply(const float *x, int64_t stride, int64_t num_rows, int64_t size, co
 void multiply_transposed(const float *x, int64_t stride, int64_t num_rows, int64_t size, const Number *weight,
                          int64_t num_columns, int64_t weight_stride, float scale, int64_t is_added, Number *y,
                          int64_t y_stride, int64_t num_threads, float *scratch) {
-    int64_t num_steps = size / PER_STEP, num_blocks = (num_rows + ROWS - 1) / ROWS;
-    int64_t num_panels = (num_columns + WIDTH - 1) / WIDTH;
+    int64_t num_steps = size / PER_STEP, num_panels = (num_columns + WIDTH - 1) / WIDTH;
+    int64_t num_blocks = count_blocks(num_rows, num_panels, num_threads);
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
     for (int64_t task = 0; task < num_blocks * num_panels; task++) {
-        int64_t column = task % num_panels * WIDTH, first = task / num_panels * ROWS, thread = 0;
-        int64_t last = least(first + ROWS, num_rows), width = least(num_columns - column, WIDTH);
+        int64_t column = task % num_panels * WIDTH, block = task / num_panels, thread = 0;
+        int64_t first = block * num_rows / num_blocks, last = (block + 1) * num_rows / num_blocks;
+        int64_t width = least(num_columns - column, WIDTH);
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif
@@ -326,7 +345,7 @@ void multiply_transposed(const float *x, int64_t stride, int64_t num_rows, int64
             int64_t num = least(CHUNK, num_steps - step);
             const Number *from = weight + step * PER_STEP * weight_stride + column;
             pack_columns(from, width, num * PER_STEP, weight_stride, packed);
-            multiply_packed(x + step, stride, first, last, packed, num, 0, num_steps > CHUNK ? &partial : &result);
+            multiply_packed(x + step, stride, first, last, packed, num, 0, 0, num_steps > CHUNK ? &partial : &result);
         }
         if (num_steps > CHUNK)
             for (int64_t row = first; row < last; row++)
@@ -340,7 +359,7 @@ NOINLINE void turn(const Number *from, int64_t stride, int64_t num_rows, int64_t
                  float *to) {
     for (int64_t k = 0; k < num_steps; k += LANES)
         for (int64_t c = 0; c < num; c += LANES) {
-            Vector rows[LANES];
+            Vector rows[LANES], columns[LANES];
             int64_t width = num - c;
             for (int i = 0; i < LANES; i++) {
                 int64_t row = (k + i) * PER_STEP;
@@ -352,11 +371,11 @@ NOINLINE void turn(const Number *from, int64_t stride, int64_t num_rows, int64_t
 #endif
                 rows[i] = x;
             }
-            transpose(rows);
+            transpose((const char *)rows, sizeof(Vector), columns);
             for (int64_t i = 0; i < LANES && i < width; i++) {
                 float *at = to + (c + i) * num_steps + k;
-                if (num_steps - k >= LANES) store_wide(at, rows[i]);
-                else memcpy(at, &rows[i], (num_steps - k) * 4);
+                if (num_steps - k >= LANES) store_wide(at, columns[i]);
+                else memcpy(at, &columns[i], (num_steps - k) * 4);
             }
         }
 }
@@ -385,7 +404,7 @@ void add_gradient(const Number *left, int64_t left_stride, int64_t num_left, con
                 Result result = {.wide = gradient + first * stride + column, .stride = stride, .num_columns = width,
                                  .scale = scale};
                 pack_columns(right + row * right_stride + column, width, num, right_stride, packed);
-                multiply_packed(turned, num_steps, 0, count, packed, num_steps, 0, &result);
+                multiply_packed(turned, num_steps, 0, count, packed, num_steps, 0, 0, &result);
             }
         }
     }
