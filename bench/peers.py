@@ -8,6 +8,7 @@ is 0, as on our side.
 Legend: N sequences, T positions, V vocabulary.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,14 +38,20 @@ class Batch:
     inputs: dict[str, Tensor]
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """PEFT warns about tied embeddings; the adapter of the head is not meant to change the embedding."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
 class Peft:
     """One model with the adapter in ``adapter``."""
 
     def __init__(self, directory: Path, adapter: Path, dtype: str) -> None:
         self._directory, self._dtype = directory, getattr(torch, dtype)
-        with warnings.catch_warnings():
-            # PEFT warns about tied embeddings; the adapter of the head is not meant to change the embedding.
-            warnings.simplefilter("ignore", UserWarning)
+        with _without_warnings():
             self.model = PeftModel.from_pretrained(
                 self._open(), str(adapter), is_trainable=True, autocast_adapter_dtype=False
             ).eval()
@@ -70,11 +77,12 @@ class Peft:
 
     def sample_with(self, prompts: list[np.ndarray], num_new: int, adapters: Sequence[Path]) -> np.ndarray:
         """Sample each prompt once, with an adapter of its own, all in one batch."""
-        if self._many is None:
-            self._many = PeftModel.from_pretrained(self._open(), str(adapters[0]), adapters[0].name).eval()
-        for adapter in adapters:
-            if adapter.name not in self._many.peft_config:
-                self._many.load_adapter(str(adapter), adapter.name)
+        with _without_warnings():
+            if self._many is None:
+                self._many = PeftModel.from_pretrained(self._open(), str(adapters[0]), adapters[0].name).eval()
+            for adapter in adapters:
+                if adapter.name not in self._many.peft_config:
+                    self._many.load_adapter(str(adapter), adapter.name)
         found = _generate(self._many, prompts, 1, num_new, adapter_names=[adapter.name for adapter in adapters])
         return found.sequences[:, len(prompts[0]) :].numpy()
 
