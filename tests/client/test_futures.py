@@ -18,7 +18,8 @@ async def test_a_failure_after_its_waiter_gave_up_is_not_reported_as_never_retri
     await asyncio.sleep(0.01)  # the failure reaches the loop by a callback
     del work, waiter
     gc.collect()
-    assert not caplog.records
+    # Sessions of other tests may log failed heartbeats meanwhile.
+    assert not [record for record in caplog.records if not record.name.startswith("tinker")]
 
 
 async def test_who_waits_for_a_failure_gets_it():

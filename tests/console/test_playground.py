@@ -59,8 +59,8 @@ def ask(page: Page, text: str) -> Locator:
 def test_an_answer_streams_in_shaded_tokens_with_their_alternatives(keyed, open_page, hostile):
     page = open_page(keyed.url, f"/console/playground?mode=checkpoint&checkpoint={hostile}", key=keyed.key)
     expect(page.get_by_label("Model", exact=True)).to_have_attribute("title", hostile)
-    # A long answer: tokens that come within one frame are shown together.
-    choose(page, Temperature="3", Max_tokens="300", Seed="3")
+    # A long answer, which is too likely to end soon at a lower temperature: tokens that come together are shown together.
+    choose(page, Temperature="20", Max_tokens="300", Seed="3")
     page.evaluate(GROWTH)
     answer = ask(page, "Tell me a story about a dog.")
     sizes = page.evaluate("sizes")

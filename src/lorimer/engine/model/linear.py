@@ -115,6 +115,8 @@ class JoinedMatrix(FrozenMatrix):
 
     def __init__(self, matrices: Sequence[FrozenMatrix]) -> None:
         super().__init__(matrices[0].weight, None)
+        # Not the weight itself, which sharding has to free.
+        self._tensors, self._biases = matrices[0]._tensors, matrices[0]._biases
         self._matrices = matrices
         self._is_dense = not any(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
 
