@@ -59,10 +59,10 @@ def ask(page: Page, text: str) -> Locator:
 def test_an_answer_streams_in_shaded_tokens_with_their_alternatives(keyed, open_page, hostile):
     page = open_page(keyed.url, f"/console/playground?mode=checkpoint&checkpoint={hostile}", key=keyed.key)
     expect(page.get_by_label("Model", exact=True)).to_have_attribute("title", hostile)
-    # A long answer, which is too likely to end soon at a lower temperature: tokens that come together are shown together.
-    choose(page, Temperature="20", Max_tokens="300", Seed="3")
+    # An answer of more than a hundred tokens: those that come together are shown together.
+    choose(page, Temperature="2", Max_tokens="300", Seed="6")
     page.evaluate(GROWTH)
-    answer = ask(page, "Tell me a story about a dog.")
+    answer = ask(page, "Write a long poem about the sea.")
     sizes = page.evaluate("sizes")
     assert sizes == sorted(sizes)
     assert any(0 < size < sizes[-1] for size in sizes), "tokens are shown while they come"
