@@ -71,7 +71,7 @@ def test_row_is_measured(measured, row):
 
 @pytest.mark.slow
 def test_every_aim_belongs_to_a_line(measured):
-    assert {line.aim for lines in measured.values() for line in lines} - {""} == set(AIMS) - {"sample vLLM"}
+    assert {line.aim for lines in measured.values() for line in lines} >= set(AIMS) - {"sample vLLM"}
 
 
 @pytest.mark.parametrize(
