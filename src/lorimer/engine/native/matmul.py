@@ -87,7 +87,7 @@ class Matmul:
         if not (is_readable and size % self._step == 0 and self._accepts_rows(x_NK)):
             return None
         y = x_NK.new_empty(num_rows, parts.num_columns) if out_NM is None else out_NM
-        if out_NM is not None and not self._accepts(out_NM):
+        if not self._accepts(y) or y.shape != (num_rows, parts.num_columns):
             return None
         x_NK = self._rows(x_NK)
         num_threads, scratch = _threads(num_rows * size * parts.num_columns, size * _WIDTH)
@@ -115,6 +115,8 @@ class Matmul:
         y = x_NK.new_empty(num_rows, weight_KM.shape[1]) if out_NM is None else out_NM
         if size % self._step or not (self._accepts_rows(x_NK) and self._accepts(weight_KM, y)):
             return None
+        if len(weight_KM) != size or y.shape != (num_rows, weight_KM.shape[1]):
+            return None
         x_NK = self._rows(x_NK)
         num_threads, scratch = _threads(num_rows * weight_KM.numel(), (_CHUNK + _ROWS) * _WIDTH)
         self._multiply_transposed(
@@ -140,6 +142,7 @@ class Matmul:
             gradient_KM, left_NK, right_NM = gradient_KM.t(), right_NM, left_NK
         num_rows = len(left_NK)
         is_wide = gradient_KM.dtype == torch.float32 and gradient_KM.stride(1) == 1
+        is_wide &= gradient_KM.shape == (left_NK.shape[1], right_NM.shape[1]) and len(right_NM) == num_rows
         if not (is_wide and 0 < num_rows <= self.max_rows and self._accepts(left_NK, right_NM)):
             return False
         num_threads, scratch = _threads(num_rows * gradient_KM.numel(), _CHUNK * (_WIDTH + _BLOCK))
