@@ -202,7 +202,7 @@ def test_command_refuses_an_unknown_row(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--service", "--rows", "latency,sft"], "there is no row 'sft'; there are latency, samples"),
+        (["--service", "--rows", "latency,sft"], "there is no row 'sft'; there are start, latency, samples"),
         (["--rows", "latency"], "there is no row 'latency'; there are sft, runs"),
     ],
     ids=["service", "engine"],
@@ -228,7 +228,7 @@ def test_a_server_loses_nothing_under_a_small_load(tmp_path):
     assert {len(row) for row in rows} == {len(header)}
     assert {row[3] for row in rows} - {"-"} == {str(aim) for aim in figures.AIMS.values()}
     assert [row[1] for row in rows if row[0].endswith(": lost")] == ["0"] * 5
-    assert len(rows) == 2 * len(SERVICE_ROWS) + 12
+    assert len(rows) == 2 * len(SERVICE_ROWS) + 11
     gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""Defines nine loads, each against its own server.
+"""Defines the loads, each against its own server.
 
 Every load counts lost requests: accepted and not answered, or answered wrongly.
 """
@@ -17,7 +17,7 @@ from bench.service.pollers import pollers
 from bench.service.samplers import samplers
 from bench.service.scaling import scaling
 from bench.service.sdk import sdk
-from bench.service.server import MODEL, Weight, allow_files
+from bench.service.server import MODEL, Weight, allow_files, running_server
 from bench.service.setting import Bench, timed
 from bench.service.sweep import sweep
 from lorimer.engine.config import EngineConfig
@@ -31,6 +31,25 @@ FIRST_NUMBER = 2
 """First seq_id of the operations that wait for operation 1, which is sent last."""
 HEARTBEAT_SECONDS = 0.01
 SETTLE_SECONDS = 1.0
+
+
+# ── start ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def start(bench: Bench) -> list[Figure]:
+    """Start servers and count the CPU time until they are ready; one before them compiles what is not in the cache."""
+    engine, api, wall = [], [], []
+    for number in range(bench.sizes.num_starts + 1):
+        began = time.perf_counter()
+        with running_server(bench.root / f"start-{number}", bench.num_threads, "lorimer/tiny") as server:
+            if number > 0:
+                wall.append(time.perf_counter() - began)
+                engine.append(server.engine_cpu_seconds())
+                api.append(server.cpu_seconds())
+    longest = f"slowest {max(engine):.2f} s (n={len(engine)})"
+    details = f"{longest}; API process {median(api):.2f} s, ready after {median(wall):.1f} s"
+    text = "Start, `lorimer/tiny`, from import to ready: CPU time of the engine's processes, median"
+    return [Figure(text=text, value=median(engine), unit="s", details=details, aim="engine start")]
 
 
 # ── latency ───────────────────────────────────────────────────────────────────────────────────────────
@@ -361,6 +380,7 @@ def growth_figure(text: str, sizes: list[int], rate: float) -> Figure:
 
 
 ROWS: dict[str, Callable[[Bench], Coroutine[Any, Any, list[Figure]]]] = {
+    "start": start,
     "latency": latency,
     "samples": samples,
     "clients": clients,

@@ -44,6 +44,11 @@ class BenchServer:
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 
+    def engine_cpu_seconds(self) -> float:
+        """Return the CPU time of the engines so far, with the process that imports their libraries and forks them."""
+        times = [child.cpu_times() for child in psutil.Process(self.pid).children(recursive=True)]
+        return sum(one.user + one.system for one in times)
+
     def weigh(self) -> Weight:
         api = psutil.Process(self.pid)
         # Engines are forked by a child of the server.

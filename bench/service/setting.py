@@ -15,6 +15,7 @@ from bench.timing import Progress
 class Sizes:
     """Sizes of the loads."""
 
+    num_starts: int = 3
     num_calls: int = 400
     num_samples: int = 1000
     sample_tokens: int = 16
@@ -48,6 +49,7 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
+    num_starts=1,
     num_calls=10,
     num_samples=40,
     sample_tokens=4,
