@@ -22,7 +22,8 @@ MAX_FULL_BUDGET = 512
 """Of a full run in float32 on a CPU: not slower than longer passes, and less memory beside its large state. In bfloat16
 twice as many take as much memory, and less time, because each pass adds its products to the gradients separately."""
 _PROBE_TOKENS = 64
-_PROBE_RANK = 32
+_RANK = 32
+"""Of the adapters that the estimate is for."""
 _NUM_BACKWARD_TENSORS = 4
 
 
@@ -48,10 +49,9 @@ def activation_bytes_per_token(model: BaseModel) -> float:
     """Return the bytes per token of a pass with a rank-32 adapter: activations kept, and gradients.
 
     The gradients of the backward pass take as much as the activations, plus a few tensors of a layer's largest size.
+    The measured pass has an adapter of rank 2, because what a pass keeps does not depend on the rank.
     """
-    adapter = create_adapter(
-        model.targets, LoraConfig(rank=_PROBE_RANK, seed=0), OptimizerConfig(), model.device.handle
-    )
+    adapter = create_adapter(model.targets, LoraConfig(rank=2, seed=0), OptimizerConfig(), model.device.handle)
     frozen = {p.untyped_storage().data_ptr() for p in model.decoder.parameters()}
     kept: dict[int, int] = {}
 
@@ -69,6 +69,6 @@ def activation_bytes_per_token(model: BaseModel) -> float:
     )
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         hidden = model.hidden(tokens, torch.arange(_PROBE_TOKENS, device=tokens.device), current)
-    inner = 4 * _PROBE_RANK * len(model.targets)
+    inner = 4 * _RANK * len(model.targets)
     del hidden
     return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _NUM_BACKWARD_TENSORS * max(kept.values()) / _PROBE_TOKENS
