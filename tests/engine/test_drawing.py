@@ -18,6 +18,8 @@ from lorimer.engine.sampling.drawing import (
     uniforms,
 )
 
+compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
 
 def drawn(probabilities, numbers, temperature=1.0, top_k=-1, top_p=1.0):
     logprobs = torch.tensor([probabilities] * len(numbers)).log()
@@ -85,6 +87,16 @@ def test_a_vanishing_temperature_stays_finite_where_it_matters():
     assert scaled[0, 1] == 0
 
 
+@compiled
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("temperature", "token"), [(1e-50, 2), (1e-44, 2), (3e38, 1)])
+def test_temperatures_at_the_ends_of_float32_are_right(temperature, token):
+    logits, rules = torch.tensor([[1.0, 2.0, 4.0]]), [Rule(temperature, -1, 1.0)]
+    tokens, chosen, _, values = choose(logits, rules, np.array([0.5]), 3, find("cpu", torch.float32))
+    assert tokens.tolist() == [token]
+    assert torch.cat([chosen, values[0]]).isnan().sum() == 0
+
+
 def test_uniforms_are_uniform_and_repeatable():
     numbers = uniforms([5] * 10_000, list(range(10_000)))
     assert numbers.min() >= 0
@@ -109,7 +121,7 @@ def test_best_tokens_come_in_order():
     assert values.exp().tolist() == [pytest.approx([0.5, 0.4])]
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@compiled
 @pytest.mark.parametrize("k", [0, 3])
 def test_compiled_functions_draw_what_torch_draws_and_each_row_by_its_own_rule(k):
     native = find("cpu", torch.float32)

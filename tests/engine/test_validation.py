@@ -404,6 +404,7 @@ def test_samples_that_are_accepted(fields):
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e39}, "temperature is 1e+39"),
         ({"top_k": -2}, "top_k is -2"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),

@@ -5,7 +5,6 @@ accepted. Errors come before any work, and nothing is allocated by a declared si
 ``training/losses.py`` says which inputs a loss accepts.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ MAX_SPARSE_CELLS = 2**26
 """Maximum cells, in dense form, of all sparse arrays of one operation."""
 MAX_SAMPLES = 4096
 MAX_TOPK = 1024
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 4096
 MAX_ALL_STOP_CHARACTERS = 65_536
@@ -265,8 +265,8 @@ def check_sample(request: SampleRequest, *, vocab_size: int, max_context: int) -
 
 
 def _check_params(params: SamplingParams) -> None:
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise InvalidInput(f"temperature is {params.temperature!r}; 0 (greedy) and finite numbers above are accepted")
+    if not 0 <= params.temperature <= MAX_TEMPERATURE:
+        raise InvalidInput(f"temperature is {params.temperature!r}; 0 (greedy) and numbers up to 3.4e38 are accepted")
     if params.top_k < -1:
         raise InvalidInput(f"top_k is {params.top_k!r}; -1 or 0 (off) and numbers from 1 are accepted")
     if not 0 < params.top_p <= 1:

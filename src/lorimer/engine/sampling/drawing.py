@@ -32,12 +32,9 @@ class Rule(NamedTuple):
     top_p: float
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def cuts(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
+    def is_plain(self) -> bool:
+        """Whether all tokens can be drawn. Of the temperatures of a pass, float32, one that small is 0."""
+        return self.top_k <= 0 and self.top_p >= 1 and self.temperature > 2**-150
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,12 @@ def choose(logits_NV: Tensor, rules: list[Rule], numbers_N: np.ndarray, k: int, 
     """Draw one token for each row, which overwrites logits.
 
     Return tokens and their log probabilities, and with ``k`` the ``k`` most likely tokens and theirs. Compiled
-    functions draw the rows that are neither cut nor greedy: which one draws a row depends on its own rule alone.
+    functions draw plain rows: what draws a row depends on its own rule alone.
     """
-    others = [i for i, rule in enumerate(rules) if native is None or rule.is_greedy or rule.cuts]
+    others = [i for i, rule in enumerate(rules) if native is None or not rule.is_plain]
     if native is None or len(others) == len(rules):
         return _choose_by_torch(logits_NV, rules, numbers_N, k)
-    temperatures_N = torch.tensor([rule.temperature or 1 for rule in rules], dtype=torch.float32)
+    temperatures_N = torch.tensor([rule.temperature if rule.is_plain else 1 for rule in rules], dtype=torch.float32)
     tokens_N, chosen_N, largest_N, logs_N = native.draw(logits_NV, temperatures_N, numbers_N)
     found = [tokens_N, chosen_N]
     if k:
