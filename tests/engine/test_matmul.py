@@ -100,6 +100,22 @@ def test_gradients_of_weights(dtype, seed, num_rows, num_left, num_right, is_tur
 
 @MANY
 @given(DTYPES, SEEDS, st.integers(2, 100), st.integers(1, 100))
+def test_a_row_that_is_added_to_does_not_depend_on_others(dtype, seed, num_rows, num_columns):
+    x, weight = random(seed, num_rows, 64, dtype), random(seed, num_columns, 64, dtype).contiguous()
+    parts, run, before = LinearParts([weight], [None]), functions(dtype), random(seed + 1, num_rows, num_columns, dtype)
+
+    def added(rows):
+        return (
+            run.multiply(x[rows], parts, before[rows].clone(), 0.3),
+            run.multiply_transposed(x[rows], weight.t().contiguous(), before[rows].clone(), 0.3),
+        )
+
+    for whole, part in zip(added(slice(None)), added(slice(0, 1)), strict=True):
+        assert torch.equal(part, whole[:1])
+
+
+@MANY
+@given(DTYPES, SEEDS, st.integers(2, 100), st.integers(1, 100))
 def test_a_row_does_not_depend_on_others_or_on_threads(dtype, seed, num_rows, num_columns):
     x, weight = random(seed, num_rows, 64, dtype), random(seed, num_columns, 64, dtype).contiguous()
     parts, run, num_threads = LinearParts([weight], [None]), functions(dtype), torch.get_num_threads()
@@ -217,7 +233,8 @@ def test_torch_multiplies_where_it_is_much_faster(monkeypatch):
     assert matmul.find.__wrapped__("cpu", torch.float32) == "torch is faster"
     monkeypatch.setattr(matmul, "_is_torch_faster", lambda functions, num_rows: num_rows > 64)
     found = matmul.find.__wrapped__("cpu", torch.float32)
-    parts = LinearParts([torch.ones(8, 32)], [None])
+    weight = torch.ones(8, 32)
+    parts = LinearParts([weight], [None])
     assert found.multiply(torch.ones(64, 32), parts) is not None and found.multiply(torch.ones(65, 32), parts) is None
     monkeypatch.setattr(matmul, "find", lambda *_: found)
     assert matmul.describe("cpu", torch.float32).endswith(" of up to 64 rows, others by torch, which is faster")
@@ -225,3 +242,12 @@ def test_torch_multiplies_where_it_is_much_faster(monkeypatch):
     seconds = iter([2.0, 1.0] * 9 + [1.4, 1.0] * 9)
     monkeypatch.setattr(matmul, "_seconds", lambda work: next(seconds))
     assert [matmul._is_torch_faster(found, 64) for _ in range(2)] == [True, False]
+
+
+def test_what_has_no_numbers_or_other_sizes_is_left_to_torch():
+    run, ones = functions(torch.float32), torch.ones
+    weights = [ones(0, 4)], [ones(8, 4), ones(8, 2)]
+    assert all(run.multiply(ones(3, 4), LinearParts(some, [None] * len(some))) is None for some in weights)
+    for size, num_columns in ((4, 0), (0, 40)):
+        assert run.multiply_transposed(ones(3, size), ones(size, num_columns), None, 1.0) is None
+    assert not run.add_gradient(ones(0, 4), ones(3, 0), ones(3, 4), 1.0)

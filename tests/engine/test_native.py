@@ -302,12 +302,15 @@ def test_without_a_home_it_is_compiled_each_time_and_leaves_nothing(tmp_path, mo
     assert list(temporary.iterdir()) == []
 
 
-def test_a_library_that_was_cut_off_is_compiled_again(cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", [0.0, 0.6, 0.99])
+def test_a_library_that_was_cut_off_is_compiled_again(part, cache, tmp_path, monkeypatch):
     functions(torch.float32)
     (kept,) = cache.iterdir()
     other = tmp_path / "other" / "lorimer" / "kernels" / kept.name  # one that is loaded is not opened again
     other.parent.mkdir(0o700, parents=True)
-    other.touch(0o700)
+    content = kept.read_bytes()
+    other.write_bytes(content[: int(part * len(content))])
+    other.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     library.load.cache_clear()
     functions(torch.float32)

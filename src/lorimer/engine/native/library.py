@@ -92,7 +92,7 @@ def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...
     depends = [*text, *machine, repr((_FLAGS, _CHOICES)), *flags]
     digest = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:32]
     path = directory / f"lorimer-{digest}.so"
-    if path.exists() and _is_ours(path):
+    if path.exists() and _is_ours(path) and _is_whole(path):
         return path
     descriptor, made = tempfile.mkstemp(".so", dir=directory)
     os.close(descriptor)
@@ -102,6 +102,7 @@ def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...
             command = [compiler, *_FLAGS, *choice, *flags, "-o", made, *map(str, sources), "-lm"]
             done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
             if done.returncode == 0:
+                _seal(Path(made))
                 os.chmod(made, 0o700)  # a linker may have made the file anew, by the user's mask
                 os.replace(made, path)
                 return path
@@ -109,6 +110,18 @@ def _library(directory: Path, compiler: str, version: str, flags: tuple[str, ...
         raise OSError(said)
     finally:
         Path(made).unlink(missing_ok=True)
+
+
+def _seal(path: Path) -> None:
+    """Append the digest of a library, which a loader ignores: one that was cut off would end the process (SIGBUS)."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+
+
+def _is_whole(path: Path) -> bool:
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _cpu_features() -> str:

@@ -160,20 +160,34 @@ typedef struct {
     int is_added;
 } Result;
 
+/* total * scale + before, rounded alike wherever it is computed: compilers fuse the two in some places only. */
+INLINE Vector scaled_sum(Vector total, Vector scale, Vector before) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return X86(fmadd_ps, total, scale, before);
+#elif defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < LANES; i++) total[i] = __builtin_fmaf(total[i], scale[i], before[i]);
+    return total;
+#else
+    return total * scale + before;
+#endif
+}
+
 INLINE void finish(const Result *result, int64_t row, int64_t column, Vector total) {
     int64_t num = result->num_columns - column, place = row * result->stride + column;
     if (num <= 0) return;
-    if (result->scale != 1) total *= all(result->scale);
+    Vector scale = all(result->scale);
     if (result->wide) {
         float *to = result->wide + place;
-        if (num >= LANES) store_wide(to, load_wide(to) + total);
-        else for (int64_t i = 0; i < num; i++) to[i] += total[i];
+        if (num >= LANES) store_wide(to, scaled_sum(total, scale, load_wide(to)));
+        else for (int64_t i = 0; i < num; i++) to[i] += total[i] * result->scale;
         return;
     }
     Number *to = result->to + place;
     const Number *other = result->is_added ? to : result->bias ? result->bias + column : 0;
-    if (num >= LANES) store(to, other ? total + load(other) : total);
-    else store_few(to, other ? total + load_few(other, num, 0) : total, num);
+    Vector before = !other ? all(-0.0f) : num >= LANES ? load(other) : load_few(other, num, 0);
+    total = scaled_sum(total, scale, before);
+    if (num >= LANES) store(to, total);
+    else store_few(to, total, num);
 }
 
 /* Return into how many blocks of rows a product is divided, so that there are enough tasks for all threads. Which of them
@@ -203,8 +217,8 @@ INLINE void multiply_tile(const int COUNT, const float *rows, int64_t stride, co
         Number *to = result->to + first * result->stride;
         if (result->is_added)
             UNROLL for (int n = 0; n < COUNT; n++, to += result->stride) {
-                store(to, sums[2 * n] * scale + load(to));
-                store(to + LANES, sums[2 * n + 1] * scale + load(to + LANES));
+                store(to, scaled_sum(sums[2 * n], scale, load(to)));
+                store(to + LANES, scaled_sum(sums[2 * n + 1], scale, load(to + LANES)));
             }
         else
             UNROLL for (int n = 0; n < COUNT; n++, to += result->stride) {

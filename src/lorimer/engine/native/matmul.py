@@ -42,6 +42,7 @@ class LinearParts:
         self.is_accepted = all(
             one is None or (one.is_contiguous() and one.dtype == self.dtype) for one in (*weights, *biases)
         )
+        self.is_accepted &= self.num_columns > 0 and all(weight.shape[1] == self.size for weight in weights)
         self.places = _places(weights, biases)
         self.num = len(weights)
         places = zip(self.places[: self.num], self.places[self.num :], map(len, weights), strict=True)
@@ -115,6 +116,8 @@ class Matmul:
         y = x_NK.new_empty(num_rows, weight_KM.shape[1]) if out_NM is None else out_NM
         if size % self._step or not (self._accepts_rows(x_NK) and self._accepts(weight_KM, y)):
             return None
+        if weight_KM.numel() == 0:
+            return None
         if len(weight_KM) != size or y.shape != (num_rows, weight_KM.shape[1]):
             return None
         x_NK = self._rows(x_NK)
@@ -143,7 +146,7 @@ class Matmul:
         num_rows = len(left_NK)
         is_wide = gradient_KM.dtype == torch.float32 and gradient_KM.stride(1) == 1
         is_wide &= gradient_KM.shape == (left_NK.shape[1], right_NM.shape[1]) and len(right_NM) == num_rows
-        if not (is_wide and 0 < num_rows <= self.max_rows and self._accepts(left_NK, right_NM)):
+        if not (is_wide and gradient_KM.numel() and 0 < num_rows <= self.max_rows and self._accepts(left_NK, right_NM)):
             return False
         num_threads, scratch = _threads(num_rows * gradient_KM.numel(), _CHUNK * (_WIDTH + _BLOCK))
         self._add_gradient(
