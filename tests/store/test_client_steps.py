@@ -3,9 +3,11 @@
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from lorimer.store import metrics, run_curves
+from lorimer.store.client_steps import ClientSteps
 from lorimer.store.metrics import Choice, Report, encode_reports
 from lorimer.types.runs import RunIdentity
 from tests.store.runs import make_part
@@ -100,6 +102,13 @@ def test_every_way_of_reading_finds_the_steps_of_the_client(store, run, seed, is
     for name, points in engine_points(rest).items():
         followed[name] |= points
     assert dict(followed) == history.expected()
+
+
+def test_the_time_decides_only_between_steps_without_an_optimizer_step():
+    steps = ClientSteps(*(np.array(values) for values in ([3, 4, 5, 6], [0, 2, 2, 3], [1, 2, 3, 4])), np.arange(4.0))
+    for optim_steps, before, meanwhile, after in ((0, 3, 4, 4), (1, 4, 4, 4), (2, 5, 6, 6), (3, 7, 7, 7), (9, 7, 7, 7)):
+        found = tuple(steps.num_done(optim_steps, at) for at in (-1.0, 2.5, 99.0))
+        assert found == (before, meanwhile, after), optim_steps
 
 
 def test_what_is_not_reported_yet_belongs_to_the_next_step(store, run):

@@ -3,7 +3,7 @@
 Every function except `expired`, which the sweep uses, ignores expired checkpoints.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, func, or_, select
 from sqlalchemy import delete as delete_rows
 
 from lorimer.errors import InvalidInput
-from lorimer.store import evaluations
+from lorimer.store import client_steps, evaluations
 from lorimer.store.tables import checkpoints, insert, runs, tracked_runs, weights
 from lorimer.store.values import new_id, utc_now
 from lorimer.store.weights import Weights
@@ -36,6 +36,8 @@ class Checkpoint:
     created_at: datetime
     expires_at: datetime | None
     weights: Weights
+    client_step: int | None = None
+    """The steps that its run had done as its client counts them; only of `with_client_steps`."""
 
     @property
     def size_bytes(self) -> int:
@@ -115,6 +117,11 @@ def list_for_user(c: Connection, user_id: str, limit: int, offset: int) -> tuple
     total = c.execute(select(func.count()).select_from(checkpoints).where(wanted)).scalar_one()
     page = _joined().where(wanted).order_by(*_NEWEST_FIRST).limit(limit).offset(offset)
     return [_record(row) for row in c.execute(page)], total
+
+
+def with_client_steps(c: Connection, found: list[Checkpoint]) -> list[Checkpoint]:
+    steps = client_steps.counted(c, [(one.model_id, one.step, one.created_at) for one in found])
+    return [replace(one, client_step=step) for one, step in zip(found, steps, strict=True)]
 
 
 def names_of_runs(c: Connection, user_id: str) -> dict[str, tuple[str, str]]:

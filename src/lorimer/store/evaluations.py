@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, or_, select
 
 from lorimer.errors import NotFound, TooLarge
+from lorimer.store import client_steps
 from lorimer.store.tables import checkpoints, evaluations, insert, runs, tracked_runs
 from lorimer.store.values import new_id, utc_now
 from lorimer.types.compression import compress_zstd
@@ -46,6 +47,7 @@ class Evaluation:
     run_id: str | None
     run_name: str | None
     step: int | None
+    """The steps that the run had done at the checkpoint, in the count of the client."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Filter:
 
 _OWN = [evaluations.c[field.name] for field in fields(Evaluation) if field.name in evaluations.c]
 _OF_RUN = [tracked_runs.c.run_id, tracked_runs.c.name.label("run_name"), checkpoints.c.step]
+_PLACE = [checkpoints.c.model_id, checkpoints.c.created_at.label("saved_at")]
 _NEWEST_FIRST = (evaluations.c.created_at.desc(), evaluations.c.evaluation_id.desc())
 
 
@@ -98,7 +101,7 @@ def add(
 
 def get(c: Connection, evaluation_id: str) -> Evaluation | None:
     row = c.execute(_joined().where(evaluations.c.evaluation_id == evaluation_id, _alive())).one_or_none()
-    return None if row is None else _record(row)
+    return None if row is None else _records(c, [row])[0]
 
 
 def list_evaluations(c: Connection, chosen: Filter, limit: int, offset: int) -> tuple[list[Evaluation], int]:
@@ -112,7 +115,7 @@ def list_evaluations(c: Connection, chosen: Filter, limit: int, offset: int) -> 
     matching = _joined().where(*wanted)
     total = c.execute(select(func.count()).select_from(matching.subquery())).scalar_one()
     page = matching.order_by(*_NEWEST_FIRST).limit(limit).offset(offset)
-    return [_record(row) for row in c.execute(page)], total
+    return _records(c, c.execute(page).all()), total
 
 
 def read_outcomes(c: Connection, evaluation_id: str) -> Outcomes | None:
@@ -171,12 +174,17 @@ def _joined() -> Select[Any]:
     """Join the step of the checkpoint, and the run if it is the user's own."""
     own_run = and_(tracked_runs.c.run_id == runs.c.run_id, tracked_runs.c.user_id == evaluations.c.user_id)
     return (
-        select(*_OWN, *_OF_RUN)
+        select(*_OWN, *_OF_RUN, *_PLACE)
         .outerjoin(checkpoints, checkpoints.c.checkpoint_key == evaluations.c.checkpoint_key)
         .outerjoin(runs, runs.c.model_id == checkpoints.c.model_id)
         .outerjoin(tracked_runs, own_run)
     )
 
 
-def _record(row: Row[Any]) -> Evaluation:
-    return Evaluation(**row._mapping)
+def _records(c: Connection, rows: Sequence[Row[Any]]) -> list[Evaluation]:
+    steps = client_steps.counted(c, [(row.model_id, row.step, row.saved_at) for row in rows])
+    names = [column.name for column in (*_OWN, *_OF_RUN)]
+    return [
+        Evaluation(**{name: row._mapping[name] for name in names} | {"step": step})
+        for row, step in zip(rows, steps, strict=True)
+    ]

@@ -161,7 +161,7 @@ class Checkpoint(Response):
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     step: int | None = None
-    """The optimizer steps that the run had done."""
+    """The steps that the run had done, in the count of the client (`optim_steps` of its metrics)."""
     run_id: str | None = None
     """The run that its training run is a part of; only in the list of the caller's checkpoints."""
     run_name: str | None = None

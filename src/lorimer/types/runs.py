@@ -150,7 +150,7 @@ class EngineDeath(Response):
     training_run_id: str
     kind: str
     step: int
-    """Optimizer steps of the run before it."""
+    """Steps of the run before it, in the count of the client."""
     time: datetime
     num_deaths: int
 

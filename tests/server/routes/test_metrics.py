@@ -57,6 +57,32 @@ async def test_the_engines_numbers_have_the_steps_of_a_client_that_counts_otherw
     assert refused.status_code == 422 and "points[0].optim_steps" in refused.text
 
 
+async def test_checkpoints_and_their_evaluations_have_the_steps_of_a_client_that_counts_otherwise(ada):
+    """Two optimizer steps in step 0, none in steps 1 and 2, one in step 3; a checkpoint after each step."""
+    run_id, seq_id = await ada.run(), 1
+    for step, num_optim_steps in enumerate((2, 0, 0, 1)):
+        for _ in range(num_optim_steps):
+            await ada.train(run_id, seq_id)
+            await ada.step(run_id, seq_id + 1)
+            seq_id += 2
+        done = (2, 2, 2, 3)[step]
+        assert (await report(ada, run_id, {"step": step, "values": {"reward": 1.0}, "optim_steps": done})).is_success
+        path = await ada.save(run_id, seq_id, f"after-{step}", "save_weights_for_sampler")
+        seq_id += 1
+    of_run = (await ada.fetch(f"training_runs/{run_id}/checkpoints"))["checkpoints"]
+    expected = {"sampler_weights/after-0": 1, "sampler_weights/after-1": 2}
+    expected |= {"sampler_weights/after-2": 3, "sampler_weights/after-3": 4}
+    assert {one["checkpoint_id"]: one["step"] for one in of_run} == expected
+    of_user = [one for one in (await ada.fetch("checkpoints"))["checkpoints"] if run_id in one["tinker_path"]]
+    assert {one["checkpoint_id"]: one["step"] for one in of_user} == expected
+    shown = await ada.fetch(f"training_runs/{run_id}")
+    assert shown["last_sampler_checkpoint"]["step"] == 4
+    body = {"model": path, "task": "sums", "metric": "accuracy", "items": ["1 + 1"], "grades": [1.0]}
+    made = await ada.post("evaluations", body)
+    assert made.is_success and made.json()["step"] == 4, made.text
+    assert [one["step"] for one in (await ada.fetch(f"evaluations?run_id={run_id}"))["evaluations"]] == [4]
+
+
 async def test_a_failed_step_is_none(ada):
     run_id = await ada.run()
     await ada.train(run_id, 1)

@@ -57,7 +57,7 @@ def shown_checkpoint(checkpoint: Checkpoint) -> types.Checkpoint:
         public=checkpoint.public,
         user_metadata=checkpoint.user_metadata or None,
         expires_at=checkpoint.expires_at,
-        step=checkpoint.step,
+        step=checkpoint.client_step,
     )
 
 
@@ -173,6 +173,7 @@ async def list_user_checkpoints(request: Request) -> Response:
         everything, _ = await store.read(checkpoints.list_for_user, user_id, 2**31, 0)
         readable_ones = readable(request, everything)
         found, total = readable_ones[offset : offset + limit], len(readable_ones)
+    found = await store.read(checkpoints.with_client_steps, found)
     names = await store.read(checkpoints.names_of_runs, user_id)
     cursor = types.Cursor(offset=offset, limit=limit, total_count=total)
     return reply(types.CheckpointsListResponse(checkpoints=[named(one, names) for one in found], cursor=cursor))

@@ -124,7 +124,7 @@ async def find_weights(request: Request, path: str, access_token: str | None = N
 
 def visible_checkpoints(connection: Connection, run: Run, user_id: str) -> list[Checkpoint]:
     """Return all checkpoints of a run to its owner, and the published ones to others."""
-    found = checkpoints.list_for_run(connection, run.model_id)
+    found = checkpoints.with_client_steps(connection, checkpoints.list_for_run(connection, run.model_id))
     return found if run.user_id == user_id else [checkpoint for checkpoint in found if checkpoint.public]
 
 

@@ -21,7 +21,7 @@ from lorimer.server.routes.metrics import ENTRIES_PER_READ, METRICS_QUERY, query
 from lorimer.server.routes.ownership import look_up, missing_run, quote_id
 from lorimer.server.routes.queries import query_number, query_text, query_word
 from lorimer.server.routes.replies import done, reply
-from lorimer.store import futures, run_curves, run_search, tracking
+from lorimer.store import client_steps, futures, run_curves, run_search, tracking
 from lorimer.store.metrics import Cursor
 from lorimer.store.run_curves import JoinedCursor
 from lorimer.store.run_search import FoundRun, Scope
@@ -97,15 +97,14 @@ def describe(c: Connection, run_id: str, before: Any) -> tuple[FoundRun, dict[st
 
 
 def engine_deaths(c: Connection, model_id: str) -> list[EngineDeath]:
+    rows = futures.deaths_of_lane(c, model_id, MAX_DEATHS)
+    times = [row.started_at or row.received_at for row in rows]
+    places = [
+        (model_id, tracking.count_steps(c, model_id, row.seq_id or 0), at) for row, at in zip(rows, times, strict=True)
+    ]
     return [
-        EngineDeath(
-            training_run_id=model_id,
-            kind=row.kind,
-            step=tracking.count_steps(c, model_id, row.seq_id or 0),
-            time=row.started_at or row.received_at,
-            num_deaths=row.deaths,
-        )
-        for row in futures.deaths_of_lane(c, model_id, MAX_DEATHS)
+        EngineDeath(training_run_id=model_id, kind=row.kind, step=step or 0, time=at, num_deaths=row.deaths)
+        for row, at, step in zip(rows, times, client_steps.counted(c, places), strict=True)
     ]
 
 
