@@ -191,6 +191,22 @@ def test_refusals(folder, arguments, told):
     assert told in line and code in (1, 2)
 
 
+def test_a_teacher_that_is_no_path_is_refused(base_url, folder):
+    rows = write_rows(folder / "questions.jsonl", [{"question": row["question"]} for row in SUMS])
+    flags = (*COMMON, "--data", rows, "--set", "max_tokens=6", "--set", "teacher_path=lorimer/tiny")
+    ended = lorimer("train", "distill", *flags, LORIMER_BASE_URL=base_url)
+    assert ended.exit_code == 2, ended.output
+    assert "teacher_path is 'lorimer/tiny'; a tinker:// path is accepted, and teacher_model" in ended.stderr
+
+
+def test_groups_that_the_server_refuses_are_lost_without_a_traceback(base_url, folder, caplog):
+    flags = (*COMMON, "--task", "arithmetic", "--set", "max_tokens=2000")
+    ended = lorimer("train", "rl", *flags, LORIMER_BASE_URL=base_url)
+    assert ended.exit_code == 1 and "exceed the context length 1024" in ended.stderr, ended.output
+    lost = [one for one in caplog.records if "a group was lost" in one.message]
+    assert lost and not any(one.exc_info for one in lost)
+
+
 def test_wrong_rows_are_named(base_url, folder):
     data = write_rows(folder / "rows.jsonl", [SUMS[0], {"text": "?"}])
     ended = lorimer("train", "sft", "-m", "lorimer/tiny", "--data", data, LORIMER_BASE_URL=base_url)

@@ -25,6 +25,8 @@ def paths(server, trainer):
             right = (5, 17, 5)[place]
             grades = [1.0] * right + [0.0] * (20 - right)
             rest.create_evaluation(path, "sums", ITEMS, grades, settings={"max_tokens": 8}).result()
+        for path in saved:
+            rest.create_evaluation(path, "ties", ITEMS[:4], [1, 1, 1, 0]).result()
         rest.create_evaluation(saved[0], "chat", ITEMS, [7.0] * 19 + [8.0], metric="rating").result()
         rest.create_evaluation(saved[1], "sums", ITEMS[:4], [1, 1, 0, 0], settings={"max_tokens": 9}).result()
         return saved

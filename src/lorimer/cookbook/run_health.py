@@ -183,11 +183,13 @@ def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
 def grader_errors(lines: Lines) -> Concern | None:
     """Notice a grader that often fails."""
     errors, graded = (sum(series(lines, f"grader/{name}")[-3:]) for name in ("errors", "graded"))
+    num_steps = min(3, len(series(lines, "grader/errors")))
+    last_steps = "last step" if num_steps == 1 else f"last {num_steps} steps"
     if not errors > 0.1 * (errors + graded):
         return None
     return Concern(
         "grader_errors",
-        f"the grader failed for {errors / (errors + graded):.0%} of the answers of the last 3 steps, each graded 0.",
+        f"the grader failed for {errors / (errors + graded):.0%} of the answers of the {last_steps}, each graded 0.",
         "grader_error in rollouts.jsonl has the reason; raise grader_seconds if it is a timeout.",
     )
 

@@ -27,7 +27,7 @@ from lorimer.cookbook.rl.envs import (
     TrajectoryGroup,
     Transition,
 )
-from lorimer.errors import InvalidInput
+from lorimer.errors import InvalidInput, LorimerError
 
 log = logging.getLogger("lorimer")
 
@@ -129,7 +129,8 @@ async def do_group_rollout(builder: EnvGroupBuilder, policy: Policy) -> Trajecto
         )
         return await _finish(builder, policy, envs, played)
     except Exception as error:
-        log.warning("a group was lost: %r", error, exc_info=error)
+        is_refused = isinstance(error, LorimerError)  # by the server, so that the message says what is wrong
+        log.warning("a group was lost: %r", error, exc_info=None if is_refused else error)
         return TrajectoryGroup([], [], [], builder.logging_tags(), [error], policy.step)
     finally:
         await builder.cleanup()

@@ -36,6 +36,7 @@ from lorimer.cookbook.train.eval_settings import make_evaluators
 from lorimer.cookbook.train.inputs import DistillData, DpoData, FileRows, RlData, SftData
 from lorimer.cookbook.train.tasks import open_grading, task_rows
 from lorimer.errors import InvalidInput
+from lorimer.types.paths import SCHEME
 
 Name = Literal["sft", "rl", "dpo", "distill", "full"]
 LoopConfig = supervised.Config | preference.Config | distillation.Config | rl.Config
@@ -218,6 +219,10 @@ async def _open_distill(given: Given, service: ServiceClient) -> AsyncIterator[J
     prompts, test_prompts = (convert_rows(part, prompt) for part in (rows, held_out))
     stop = renderer.get_stop_sequences()
     path = given.values.get("teacher_path")
+    if path is not None and not path.startswith(SCHEME):
+        raise InvalidInput(
+            f"teacher_path is {path!r}; a tinker:// path is accepted, and teacher_model names a base model"
+        )
     base_model = None if path else given.values.get("teacher_model") or given["base_model"]
     teacher = await service.create_sampling_client_async(path, base_model=base_model)
     measure = distillation.reverse_kl(teacher, test_prompts, stop, given["max_tokens"])

@@ -110,7 +110,7 @@ function compareLists(first, second) {
   return 0;
 }
 
-/** Return the columns in the order of their tasks, each with its best value if several models have one. */
+/** Return the columns in the order of their tasks, each with its best value if another model has a lower one. */
 function columnsOf(evaluations) {
   const columns = new Map();
   for (const one of evaluations) {
@@ -120,7 +120,7 @@ function columnsOf(evaluations) {
   }
   const order = ({ first }) => [first.task, first.metric, -first.num_items];
   return [...columns.values()]
-    .map((column) => ({ ...column, best: column.values.length > 1 ? Math.max(...column.values) : null }))
+    .map((column) => ({ ...column, best: Math.max(...column.values) > Math.min(...column.values) ? Math.max(...column.values) : null }))
     .sort((a, b) => compareLists(order(a), order(b)));
 }
 
