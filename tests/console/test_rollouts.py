@@ -112,6 +112,29 @@ def expected_refusal(watch, request):
         watch.expected |= {400}
 
 
+IS_SHOWN = """() => {
+    const list = document.querySelector(".rollout-list"), opened = list.querySelector("a[aria-current]");
+    const [there, frame] = [opened, list].map((one) => one.getBoundingClientRect());
+    return there.top > frame.top - 1 && there.bottom < frame.bottom + 1;
+}"""
+
+
+def test_the_list_shows_the_opened_rollout(viewer):
+    page = viewer("?step=2")
+    page.set_viewport_size({"width": 1280, "height": 500})
+    page.locator(".rollout a").last.click()
+    expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-3")
+    page.wait_for_function(IS_SHOWN)
+    page.reload()
+    expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-3")
+    page.wait_for_function(IS_SHOWN)
+    page.locator(".rollout-list").evaluate("list => list.scrollTo(0, 0)")
+    assert not page.evaluate(IS_SHOWN)
+    page.get_by_role("button", name="Previous rollout").press("Enter")
+    expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-2")
+    page.wait_for_function(IS_SHOWN)
+
+
 def test_one_rollout_its_group_and_another_step(viewer):
     page = viewer("?step=2")
     page.locator(".rollout a").nth(7).click()

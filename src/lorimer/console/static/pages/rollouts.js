@@ -40,6 +40,7 @@ export async function render(root, context) {
     await viewer.refresh();
     if (!viewer.element.isConnected)
       replace(root, pageHead([run.name, h("small", { class: "mono" }, run.run_id)]), runTabs(run.run_id, "rollouts"), viewer.element);
+    viewer.follow();
   }, SECONDS);
 }
 
@@ -283,11 +284,24 @@ class Viewer {
       return [isNew && !isAlone && this.groupHead(one), this.item(one, isGrouped && !isAlone, isAlone)];
     });
     const rest = this.total - this.listed.length;
-    return replace(
+    replace(
       this.list,
       h("ul", null, items),
       this.cursor && h("p", null, button(`Show more of ${short(rest)}`, () => this.more(), { class: "small" })),
     );
+    return this.follow();
+  }
+
+  /** Scroll the list, which is beside the opened rollout, to where that is; once, then the reader scrolls. */
+  follow() {
+    const { rollout } = this.chosen;
+    const item = this.list.querySelector(".rollout a[aria-current]");
+    if (!item || this.followed === rollout || !this.body.classList.contains("has-detail")) return;
+    const [there, frame] = [item, this.list].map((one) => one.getBoundingClientRect());
+    if (!frame.height) return;
+    this.followed = rollout;
+    const offset = there.top - frame.top; // the page itself may scroll when the list becomes shorter
+    if (offset < 0 || offset + there.height > innerHeight / 2) this.list.scrollTop += offset - innerHeight / 4;
   }
 
   groupHead(one) {
@@ -353,6 +367,8 @@ class Viewer {
     this.body.classList.toggle("has-detail", Boolean(id));
     for (const link of this.list.querySelectorAll(".rollout a"))
       link.toggleAttribute("aria-current", link.parentElement.dataset.rollout === id);
+    if (!id) this.followed = "";
+    this.follow();
     if (!id) return replace(this.detail);
     try {
       if (this.opened?.rollout_id !== Number(id)) this.opened = await get(`${this.path}/rollouts/${part(id)}`, null, this.signal);
