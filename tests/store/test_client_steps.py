@@ -105,7 +105,8 @@ def test_every_way_of_reading_finds_the_steps_of_the_client(store, run, seed, is
 
 
 def test_the_time_decides_only_between_steps_without_an_optimizer_step():
-    steps = ClientSteps(*(np.array(values) for values in ([3, 4, 5, 6], [0, 2, 2, 3], [1, 2, 3, 4])), np.arange(4.0))
+    numbers, counts, entry_ids = (np.array(values) for values in ([3, 4, 5, 6], [0, 2, 2, 3], [1, 2, 3, 4]))
+    steps = ClientSteps(numbers, counts, entry_ids, times=np.arange(4.0))
     for optim_steps, before, meanwhile, after in ((0, 3, 4, 4), (1, 4, 4, 4), (2, 5, 6, 6), (3, 7, 7, 7), (9, 7, 7, 7)):
         found = tuple(steps.num_done(optim_steps, at) for at in (-1.0, 2.5, 99.0))
         assert found == (before, meanwhile, after), optim_steps
