@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -125,11 +126,14 @@ def test_the_list_shows_the_opened_rollout(viewer):
     page.locator(".rollout a").last.click()
     expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-3")
     page.wait_for_function(IS_SHOWN)
+    late = re.compile("/rollouts[?].*limit=50")  # the list, after the rollout that is open
+    page.route(late, lambda route: (time.sleep(1), route.continue_()))
     page.reload()
     expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-3")
     page.wait_for_function(IS_SHOWN)
     page.locator(".rollout-list").evaluate("list => list.scrollTo(0, 0)")
     assert not page.evaluate(IS_SHOWN)
+    expect(page.get_by_role("button", name="Previous rollout")).to_be_enabled()
     page.get_by_role("button", name="Previous rollout").press("Enter")
     expect(page.locator(".rollout a[aria-current]")).to_contain_text("so it is 2-2-2")
     page.wait_for_function(IS_SHOWN)

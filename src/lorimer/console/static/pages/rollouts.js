@@ -289,6 +289,9 @@ class Viewer {
       h("ul", null, items),
       this.cursor && h("p", null, button(`Show more of ${short(rest)}`, () => this.more(), { class: "small" })),
     );
+    // The buttons that lead to the neighbours need the list, which may come after the rollout of a link.
+    const head = this.detail.querySelector(".rollout-head");
+    if (head && !head.contains(document.activeElement)) head.replaceWith(this.detailHead(this.opened));
     return this.follow();
   }
 
