@@ -29,6 +29,7 @@ from lorimer.engine.model.device import Device
 from lorimer.engine.model.embedding import replace_embedding
 from lorimer.engine.model.experts import packed_experts
 from lorimer.engine.model.gradients import SharedGradients, refuse_outside
+from lorimer.engine.model.large_pages import use_large_pages
 from lorimer.engine.model.linear import (
     FrozenLinear,
     FrozenMatrix,
@@ -469,6 +470,8 @@ def load_model(
         )
     else:
         model, quantization = load_quantized(quantize, kind, config, directory, device.dtype, name)
+    if device.type == "cpu" and not (is_sharded or trains_base):  # those get other weights yet
+        use_large_pages(model)
     vision = open_vision(model, directory, device, max_image_pixels)
     if is_sharded and not isinstance(vision, str):
         # The tower would have to be whole on every rank, and its passes the same on all of them.
