@@ -51,6 +51,10 @@ def test_checkpoint_becomes_a_peft_directory(alice: CommandLine, trained: Traine
     base = AutoModelForCausalLM.from_pretrained(resolve("lorimer/debug").directory, dtype=torch.float32)
     with_adapter = logprobs(PeftModel.from_pretrained(base, tmp_path / "out").eval())
     assert (with_adapter - server_logprobs(alice, trained.sampler)).abs().max() < 1e-3
+    of_run = alice.run("export", f"{trained.run_id}@last", "--to", "peft", "-o", tmp_path / "last")
+    assert of_run.exit_code == 0, of_run.stderr
+    weights = [tmp_path / name / "adapter_model.safetensors" for name in ("out", "last")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     # What was exported is itself a source.
     again = alice.run("export", tmp_path / "out", "--to", "merged", "-o", tmp_path / "merged", "--no-check")
     assert again.exit_code == 0, again.stderr

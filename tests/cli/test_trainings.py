@@ -35,7 +35,7 @@ def test_a_training_from_start_to_end(base_url, tmp_path):
         stopped = ask("stop", training_id)
     assert stopped["state"] == "stopped"
     table = lorimer("training", "list", LORIMER_BASE_URL=base_url).stdout
-    assert training_id in table and "stopped" in table
+    assert training_id in table and "stopped" in table and "by command" in table
     shown = lorimer("training", "show", training_id, LORIMER_BASE_URL=base_url).stdout
     assert "train/nll" in shown
     try:

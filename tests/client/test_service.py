@@ -1,5 +1,6 @@
 """Sessions, what the server keeps, and who may ask: over HTTP with a real server."""
 
+import asyncio
 import os
 import pickle
 from datetime import UTC, datetime, timedelta
@@ -22,13 +23,21 @@ def test_with_finishes_the_session_and_says_how(server):
     with pytest.raises(ZeroDivisionError), bad:
         bad.create_sampling_client(base_model="lorimer/debug")
         raise ZeroDivisionError
+    stopped = lorimer.ServiceClient(display_name="stopped", base_url=server.url)
+    with pytest.raises(asyncio.CancelledError), stopped:
+        raise asyncio.CancelledError
     with pytest.raises(RuntimeError, match="closed"):
         bad.create_sampling_client(base_model="lorimer/debug")
     rest = lorimer.RestClient(base_url=server.url)
     with pytest.warns(lorimer.ExperimentalWarning):
         found = rest.search_sessions(types.SessionSearchRequest()).result().sessions
-    reasons = {one.display_name: one.status.reason.type for one in found if one.display_name in ("good", "bad")}
-    assert reasons == {"good": "success", "bad": "errored"}
+    reasons = {one.display_name: one.status.reason for one in found if one.display_name in ("good", "bad", "stopped")}
+    assert {name: reason.type for name, reason in reasons.items()} == {
+        "good": "success",
+        "bad": "errored",
+        "stopped": "interrupted",
+    }
+    assert reasons["stopped"].detail is None
 
 
 def test_session_carries_what_it_was_given(service, server):

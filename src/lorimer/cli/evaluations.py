@@ -11,10 +11,9 @@ from lorimer.cli.connection import collect
 from lorimer.cli.moments import ago, moment_text
 from lorimer.cli.output import Column, examples, note, print_facts, print_json, print_table
 from lorimer.cli.run import LimitOption, note_rest, resolve
-from lorimer.cli.selection import change
+from lorimer.cli.selection import change, path_of
 
 if TYPE_CHECKING:
-    from lorimer.client.rest import RestClient
     from lorimer.types.evaluations import Estimate, Evaluation, EvaluationComparison
 
 RUN_COMMAND = "run"
@@ -143,7 +142,7 @@ def compare(
 ) -> None:
     """Compare two checkpoints on the items that both were asked, by a paired test."""
     client = options.rest_client()
-    names = [named(client, text) for text in (first, second)]
+    names = [path_of(client, text) for text in (first, second)]
     found = client.compare_evaluations(*names, task=on).result()
     if options.is_json:
         print_json(found.model_dump(mode="json"))
@@ -168,18 +167,6 @@ def delete(
         return client.delete_evaluation(evaluation_id)
 
     change(list(dict.fromkeys(evaluations)), start, options.output, "deleted")
-
-
-def named(client: "RestClient", text: str) -> str:
-    """Return the path of ``RUN@STEP``; anything else as it is."""
-    if "@" not in text or text.startswith("tinker://"):
-        return text
-    import asyncio
-
-    from lorimer.cookbook.evals.named_models import find_checkpoint
-
-    run, _, place = text.rpartition("@")
-    return asyncio.run(find_checkpoint(client, run, place)).tinker_path
 
 
 def print_evaluations(found: list["Evaluation"]) -> None:

@@ -15,6 +15,7 @@ from lorimer.cli.commands import ServerOptions, cli_command
 from lorimer.cli.model import cache_directory, source_named
 from lorimer.cli.output import Format, examples, note, print_facts, print_json, size_text
 from lorimer.cli.progress import Report, progress_bar
+from lorimer.cli.selection import path_of
 from lorimer.cli.settings import ConfigOption
 from lorimer.errors import InvalidInput, ModelNotFound
 
@@ -83,7 +84,10 @@ EPILOG = examples(
 @cli_command
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="PATH|DIRECTORY", help="tinker:// path of a checkpoint, or a LoRA directory.")
+        str,
+        typer.Argument(
+            metavar="PATH|DIRECTORY", help="tinker:// path of a checkpoint, RUN@STEP, RUN@last, or a LoRA directory."
+        ),
     ],
     to: Annotated[
         Target,
@@ -105,6 +109,8 @@ def export(
     The result is compared with the base and its adapter before it appears: more than rounding is refused.
     """
     check_options(to, dtype)
+    if "@" in source and not Path(source).exists():
+        source = path_of(options.rest_client(), source)
     target = destination or default_output(source, to)
     how = Conversion(base=base, dtype=dtype, is_checked=is_checked, llama_cpp=llama_cpp, config=config)
     with adapter_directory(source, target, options) as adapter, progress_bar() as report:
@@ -143,7 +149,9 @@ def adapter_directory(source: str, target: Path, options: ServerOptions) -> Iter
     """The adapter on disk: as it is, or downloaded beside the target for as long as the block runs."""
     if not source.startswith(SCHEME):
         if not Path(source).is_dir():
-            raise InvalidInput(f"{source!r} is no directory; a LoRA directory or a {SCHEME} path is accepted")
+            raise InvalidInput(
+                f"{source!r} is no directory; a LoRA directory, a {SCHEME} path, or RUN@STEP is accepted"
+            )
         yield Path(source)
         return
     from lorimer.cli.download import download_checkpoint

@@ -16,6 +16,7 @@ from lorimer.cli.moments import aware
 from lorimer.cli.output import Format, note, print_json, printable
 from lorimer.cli.run import run_id_of
 from lorimer.errors import LorimerError
+from lorimer.types.paths import SCHEME
 
 if TYPE_CHECKING:
     from lorimer.client.rest import RestClient
@@ -25,6 +26,18 @@ CHECKPOINTS_PER_PAGE = 1000
 AT_ONCE = 32
 MAX_NAMED = 10
 """So many checkpoints are named in the question whether to delete them."""
+
+
+def path_of(client: "RestClient", text: str) -> str:
+    """Return the path of ``RUN@STEP``; anything else as it is."""
+    if "@" not in text or text.startswith(SCHEME):
+        return text
+    import asyncio
+
+    from lorimer.cookbook.evals.named_models import find_checkpoint
+
+    run, _, place = text.rpartition("@")
+    return asyncio.run(find_checkpoint(client, run, place)).tinker_path
 
 
 class Kind(StrEnum):

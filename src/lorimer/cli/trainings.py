@@ -99,7 +99,15 @@ def list_(limit: LimitOption = 20, *, options: ServerOptions) -> None:
 
 def _row(one: "Training") -> list[object]:
     kind = f"{one.kind} (dry run)" if one.dry_run else one.kind
-    return [one.training_id, kind, one.base_model, one.state, ago(one.started_at), one.run_id or "", one.error or ""]
+    return [
+        one.training_id,
+        kind,
+        one.base_model,
+        one.state,
+        ago(one.started_at),
+        one.run_name or one.run_id or "",
+        one.error or "",
+    ]
 
 
 @app.command(epilog=examples("lorimer training show TRAINING", "lorimer training show TRAINING -f json | jq .result"))

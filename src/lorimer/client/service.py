@@ -1,5 +1,6 @@
 """The door to a server: makes the clients that train and sample, in one session that begins when it is needed."""
 
+import asyncio
 import os
 import threading
 import warnings
@@ -72,7 +73,10 @@ class ServiceClient:
             self.close("success").result()
         else:
             detail = "".join(format_exception_only(exc_type, exc_value)).strip()[:MAX_DETAIL_CHARS]
-            self.close("errored" if issubclass(exc_type, Exception) else "interrupted", detail).result()
+            is_cancelled = issubclass(exc_type, asyncio.CancelledError)  # as asyncio does at Ctrl-C, which says nothing
+            self.close(
+                "errored" if issubclass(exc_type, Exception) else "interrupted", None if is_cancelled else detail
+            ).result()
 
     def close(
         self, status: Literal["success", "errored", "interrupted"], detail: str | None = None

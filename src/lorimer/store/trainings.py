@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, select, update
 
 from lorimer.errors import TooLarge
-from lorimer.store.tables import insert, trainings
+from lorimer.store.tables import insert, tracked_runs, trainings
 from lorimer.store.values import record, record_or_none, storable, utc_now
 
 MAX_TRAININGS = 200
@@ -30,6 +30,7 @@ class StoredTraining:
     key_id: int | None
     """The key of the process; none in open mode, and after it was revoked."""
     run_id: str | None
+    run_name: str | None
     num_starts: int
     error: str | None
     result: dict[str, Any] | None
@@ -38,7 +39,12 @@ class StoredTraining:
     finished_at: datetime | None
 
 
-_COLUMNS = [trainings.c[field.name] for field in fields(StoredTraining)]
+_WITH_RUN = trainings.outerjoin(tracked_runs, tracked_runs.c.run_id == trainings.c.run_id)
+_COLUMNS = [
+    tracked_runs.c.name.label(field.name) if field.name == "run_name" else trainings.c[field.name]
+    for field in fields(StoredTraining)
+]
+_SELECT = select(*_COLUMNS).select_from(_WITH_RUN)
 _IS_RUNNING = trainings.c.state == "running"
 
 
@@ -54,7 +60,7 @@ def add(c: Connection, values: Mapping[str, Any]) -> StoredTraining:
 
 
 def get(c: Connection, training_id: str) -> StoredTraining | None:
-    query = select(*_COLUMNS).where(trainings.c.training_id == training_id)
+    query = _SELECT.where(trainings.c.training_id == training_id)
     return record_or_none(StoredTraining, c.execute(query).one_or_none())
 
 
@@ -68,13 +74,13 @@ def list_trainings(c: Connection, user_id: str, limit: int, offset: int) -> tupl
     """Return a page of a user's trainings, newest first, and their total number."""
     own = trainings.c.user_id == user_id
     total = c.execute(select(func.count()).where(own)).scalar_one()
-    newest = select(*_COLUMNS).where(own).order_by(trainings.c.created_at.desc(), trainings.c.training_id.desc())
+    newest = _SELECT.where(own).order_by(trainings.c.created_at.desc(), trainings.c.training_id.desc())
     return [record(StoredTraining, row) for row in c.execute(newest.limit(limit).offset(offset))], total
 
 
 def list_running(c: Connection) -> list[StoredTraining]:
     """Return what a server left running; reads the whole table, once at its start."""
-    return [record(StoredTraining, row) for row in c.execute(select(*_COLUMNS).where(_IS_RUNNING))]
+    return [record(StoredTraining, row) for row in c.execute(_SELECT.where(_IS_RUNNING))]
 
 
 def restart(c: Connection, training_id: str) -> StoredTraining:

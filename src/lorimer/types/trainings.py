@@ -38,6 +38,7 @@ class Training(Response):
     state: TrainingState
     run_id: str | None = None
     """The run whose metrics it logs, once there is one."""
+    run_name: str | None = None
     num_starts: int = 1
     error: str | None = None
     """Why it failed."""

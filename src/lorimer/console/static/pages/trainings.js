@@ -205,7 +205,7 @@ function trainingTable(found, chosen, actions) {
       value: (one) => [badge(STATES[one.state], one.state), one.error && h("div", { class: "error-text" }, one.error)],
     },
     { label: "Started", value: (one) => ago(one.started_at) },
-    { label: "Run", value: (one) => (one.run_id ? runLink(one.run_id) : "–") },
+    { label: "Run", value: (one) => (one.run_id ? runLink(one.run_id, one.run_name) : "–") },
     {
       label: "",
       class: "tight",
@@ -264,7 +264,7 @@ function details(one) {
       facts([
         ["State", badge(STATES[one.state], one.state)],
         ["Error", one.error],
-        ["Run", one.run_id && runLink(one.run_id)],
+        ["Run", one.run_id && runLink(one.run_id, one.run_name)],
         ["Starts", one.num_starts > 1 ? one.num_starts : null],
         ...(one.dry_run ? measured(result) : reached(result)),
       ]),
