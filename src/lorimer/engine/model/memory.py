@@ -21,7 +21,8 @@ MAX_DEVICE_BUDGET = 8192
 MAX_FULL_BUDGET = 512
 """Of a full run in float32 on a CPU: not slower than longer passes, and less memory beside its large state. In bfloat16
 twice as many take as much memory, and less time, because each pass adds its products to the gradients separately."""
-_PROBE_TOKENS = 64
+_PROBE_TOKENS, _PROBE_TOKENS_ON_DEVICE = 16, 64
+"""Of the measured pass: few, because it takes memory at start; a device's kernels work on blocks of 64."""
 _RANK = 32
 """Of the adapters that the estimate is for."""
 _NUM_BACKWARD_TENSORS = 4
@@ -62,13 +63,11 @@ def activation_bytes_per_token(model: BaseModel) -> float:
         # Not the tensor itself: an operation that saves its result would refer to itself, and hold all weights forever.
         return tensor.detach()
 
-    tokens = torch.arange(_PROBE_TOKENS, device=model.device.handle) % model.vocab_size
-    current = Pass(
-        [AdapterSlice(0, _PROBE_TOKENS, adapter.weights, adapter.scale)],
-        groups=group_sequences([_PROBE_TOKENS], [0]),
-    )
+    size = _PROBE_TOKENS if model.device.type == "cpu" else _PROBE_TOKENS_ON_DEVICE
+    tokens = torch.arange(size, device=model.device.handle) % model.vocab_size
+    current = Pass([AdapterSlice(0, size, adapter.weights, adapter.scale)], groups=group_sequences([size], [0]))
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = model.hidden(tokens, torch.arange(_PROBE_TOKENS, device=tokens.device), current)
+        hidden = model.hidden(tokens, torch.arange(size, device=tokens.device), current)
     inner = 4 * _RANK * len(model.targets)
     del hidden
-    return 2 * (sum(kept.values()) / _PROBE_TOKENS + inner) + _NUM_BACKWARD_TENSORS * max(kept.values()) / _PROBE_TOKENS
+    return 2 * (sum(kept.values()) / size + inner) + _NUM_BACKWARD_TENSORS * max(kept.values()) / size
