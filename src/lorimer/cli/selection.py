@@ -16,7 +16,6 @@ from lorimer.cli.moments import aware
 from lorimer.cli.output import Format, note, print_json, printable
 from lorimer.cli.run import run_id_of
 from lorimer.errors import LorimerError
-from lorimer.types.paths import SCHEME
 
 if TYPE_CHECKING:
     from lorimer.client.rest import RestClient
@@ -30,7 +29,7 @@ MAX_NAMED = 10
 
 def path_of(client: "RestClient", text: str) -> str:
     """Return the path of ``RUN@STEP``; anything else as it is."""
-    if "@" not in text or text.startswith(SCHEME):
+    if "@" not in text or text.startswith("tinker://"):
         return text
     import asyncio
 
