@@ -256,7 +256,7 @@ NOINLINE void multiply_packed(const float *rows, int64_t stride, int64_t first, 
     }
 }
 
-/* Multiply COUNT rows with LANES columns that are used up at once, not packed; ask for what is at `next`. */
+/* Multiply COUNT rows with LANES columns that are used immediately, not packed; ask for what is at `next`. */
 INLINE void multiply_few(const int COUNT, const float *rows, int64_t stride, const Number *weight, int64_t num_columns,
                          int64_t size, const char *next, const Result *result, int64_t column) {
     Vector sums[FEW];
